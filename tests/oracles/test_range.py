@@ -57,9 +57,21 @@ class ClampedLikeFp16(Plain):
         return values.clamp(-65504, 65504) * scale
 
 
+class SmallScalesFlushed(Plain):
+    def shrunk(self, values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        return values * (scale if abs(scale) > 1e-2 else 0.0)
+
+
+class ScalesInSteps(Plain):
+    def shrunk(self, values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        return values * (round(scale * 256) / 256)
+
+
 @pytest.mark.parametrize(
     ("instance", "dtype"),
     [
+        (SmallScalesFlushed, Dtype.FP16),
+        (ScalesInSteps, Dtype.BF16),
         (ScaledSumsRounded, Dtype.FP16),
         (SmallSumsFlushed, Dtype.FP16),
         (SmallSumsFlushed, Dtype.BF16),

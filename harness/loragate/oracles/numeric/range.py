@@ -2,11 +2,12 @@
 
 Data that leaves nothing to round (inputs/exactness.py, inputs/exact_layer.py) is multiplied by
 powers of two, some of which cancel: sums over in_features near the largest number of the dtype,
-scales of thousands with a small B, results near either end of the range. Whatever a plain layer
-rounds to the dtype - x, A, B, x @ A.T, its product with B, that times the scale, the output - is
-then still a number of the dtype, and all products fit into fp32. So the bits must be those of the
-exact result; what overflows or vanishes is a number that a plain layer never rounds, such as a
-scaled sum over in_features. All zeros of x and of the base are negative.
+scales of thousands with a small B, scales of thousandths with a large one, results near either end
+of the range. Whatever a plain layer rounds to the dtype - x, A, B, x @ A.T, its product with B,
+that times the scale, the output - is then still a number of the dtype, and all products fit into
+fp32. So the bits must be those of the exact result; what overflows or vanishes is a number that a
+plain layer never rounds, such as a scaled sum over in_features. All zeros of x and of the base are
+negative.
 
 Subnormal numbers occur in fp16 only: in the other dtypes they are subnormal in fp32 as well, where
 a compiler may flush them.
@@ -103,6 +104,8 @@ def _shifts(case: Case) -> tuple[Shift, ...]:
         # still normal
         Shift("sums over in_features near the largest number", shrunk, act, 5, 3),
         Shift("a large scale", shrunk - 10, act - 10, 10),
+        # B and its products are larger by as much, and are no larger than fp16 has
+        Shift("a small scale", scale=-7 if layer else -10),
         Shift("results near the largest number", out=most),
         Shift("results near the smallest number", sums, small // 2, 0, small),
     )
