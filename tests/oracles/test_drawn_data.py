@@ -15,7 +15,18 @@ from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
 from loragate.inputs.vocabulary import as_linear
-from loragate.matrix.case import LAYER_SITES, Case, Dtype, GateUp, Layout, Mix, Ranks, Site
+from loragate.matrix.case import (
+    LAYER_SITES,
+    Case,
+    Dtype,
+    GateUp,
+    Layout,
+    Mix,
+    Quantisation,
+    Ranks,
+    RouterWeights,
+    Site,
+)
 from loragate.matrix.ids import seed_of
 from loragate.oracles.numeric.exact import assert_exact
 from loragate.protocol import Capabilities, Pool
@@ -286,3 +297,25 @@ def test_the_last_slot_has_three_rows_or_more_in_all_but_tiny_batches(mix: Mix) 
         rows = make_token_slots(replace(CASE, mix=mix, tokens=12), seed, 0).tolist()
         assert rows.count(CASE.slots - 1) >= 3
         assert len(set(rows)) == CASE.slots
+
+
+@pytest.mark.parametrize("kind", [DataKind.SIGNED, DataKind.EXACT])
+def test_a_quantised_layer_gets_a_base_row_of_zeros_as_padding_is(kind: DataKind) -> None:
+    case = Case(
+        site=Site.MOE_LAYER,
+        tokens=9,
+        in_features=16,
+        slices=(8, 8),
+        rank=2,
+        slots=2,
+        dtype=Dtype.BF16,
+        experts=2,
+        top_k=2,
+        router=RouterWeights.OUTPUT,
+        quantisation=Quantisation.FP8,
+    )
+    for seed in range(5):
+        batch = make_batch(case, seed, 0, kind, CPU)
+        zero = (batch.x == 0).all(1).nonzero().flatten()
+        assert len(zero) == 1
+        assert batch.token_slots[zero] == BASE_ROW

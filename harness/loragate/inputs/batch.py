@@ -17,11 +17,11 @@ from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
 from loragate.inputs.exact_layer import exact_layer_x
 from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight, exact_x
-from loragate.inputs.mapping import make_token_slots
+from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
 from loragate.inputs.routing import make_routes
 from loragate.inputs.vocabulary import make_ids
-from loragate.matrix.case import Bias, Case, Layout, Site
+from loragate.matrix.case import Bias, Case, Layout, Quantisation, Site
 from loragate.protocol import BaseLayer, Batch
 
 BASE_SIZE = 0.25
@@ -46,6 +46,9 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     out_layout = _LAYOUT_OF_OUT.get(case.layout, case.layout)
     out = place(_base_rows(case, draw, kind), out_layout, margin=margin, band=Band.NUMBER)
     token_slots = make_token_slots(case, seed, step)
+    if case.quantisation is not Quantisation.NONE:
+        # as padding is, of which no largest value makes a scale
+        x[(token_slots == BASE_ROW).nonzero().flatten()[-1:].to(x.device)] = 0
     return Batch(
         x,
         token_slots,
