@@ -41,7 +41,7 @@ class Rounding(DenseDelta):
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         delta = super().apply(x.float(), torch.zeros(out.shape))
-        used = self.token_slots >= 0
+        used = delta.any(1)
         out[used] += self.rounded(delta)[used]
         return out
 
@@ -102,13 +102,14 @@ class SumsInAnyOrder(TwoSums):
 
 
 class TakesWhatLiesBetweenItsRows(DenseDelta):
-    """A slot gets every row from its first to its last one."""
+    """A slot that has both a run and other rows gets every row from its first to its last one."""
 
     def prepare(self, token_slots: Tensor) -> None:
         mapping = token_slots.clone()
         for slot in self.slots:
             rows = (token_slots == slot).nonzero().flatten()
-            if len(rows):
+            gaps = rows.diff()
+            if (gaps == 1).any() and (gaps > 1).any():
                 mapping[int(rows[0]) : int(rows[-1]) + 1] = slot
         super().prepare(mapping)
 

@@ -18,11 +18,11 @@ from loragate.subjects.torch.subject import LoRALinear, TorchSubject
 
 CASE = Case(
     site=Site.LORA_LINEAR,
-    tokens=9,
+    tokens=13,
     in_features=48,
     slices=(24, 17),
     rank=8,
-    slots=3,
+    slots=4,
     dtype=Dtype.FP32,
     mix=Mix.SHUFFLED,
 )

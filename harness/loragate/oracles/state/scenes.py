@@ -81,18 +81,15 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
     yield Scene(what, loads, case.tokens, mix, all_slots=True, alone=exact)
     what = "the same slots for other rows"
     yield Scene(what, {}, case.tokens, mix, moved_rows=True, interrupts=True)
-    what, loads = "a step of another instance before the kernels", {}
-    if case.site is not Site.MOE_LAYER:
-        # as a server does that reads all adapters into one buffer
-        pool.a.neg_()
-        loads = dict.fromkeys(range(case.slots), pool)
-        what += ", other adapters from the memory of those before"
-    yield Scene(what, loads, case.tokens, mix)
+    yield Scene("a step of another instance before the kernels", {}, case.tokens, mix)
     # rows without an adapter are not stored, and a layer rounds in between
     if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
-        off = with_zero_scales(pool)
+        # as a server does that reads all adapters into one buffer
+        pool.a.neg_()
+        loads = {**dict.fromkeys(range(last), pool), last: with_zero_scales(pool)}
         none: dict[int, Pool | None] = {last: None}
-        yield Scene("a scale of zero", {last: off}, case.tokens, mix, same_as=none)
+        what = "a scale of zero, and other adapters from the memory of those before"
+        yield Scene(what, loads, case.tokens, mix, same_as=none, all_slots=True)
 
 
 def batch_of(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
