@@ -18,6 +18,7 @@ from loragate.matrix.engine_case import (
     Specialize,
     Speculation,
     Targets,
+    Weights,
 )
 
 NEEDS_GPU = "vLLM's engine needs a GPU"
@@ -32,6 +33,7 @@ ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
         "prefill": frozenset(Prefill),
         "targets": frozenset(Targets),
         "logprobs": frozenset(Logprobs),
+        "weights": frozenset(Weights),
     }
 )
 NUM_DRAFTS = 3
