@@ -22,10 +22,9 @@ _SMALLER = 3
 class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
     to empty it. `same_as`: what the fresh instance has in their place. `moved_rows`: the step
-    before again, its slots for other rows. `all_slots`: rows use every slot in turn.
-    `interrupts`: instances with other adapters run the step between the next one's preparation
-    and kernels. `alone`: also a step in which one of
-    the rows keeps its adapter."""
+    before again, its slots for other rows. `all_slots`: rows use every slot in turn. `interrupts`:
+    instances with other adapters run the step between the next one's preparation and kernels.
+    `alone`: also a step in which one of the rows keeps its adapter."""
 
     what: str
     loads: dict[int, Pool | None]
