@@ -79,6 +79,19 @@ def test_a_verification_has_the_logits_of_decode_steps_whatever_was_rejected_bef
                 torch.testing.assert_close(found[row, place], logits[row], rtol=1e-4, atol=1e-4)
 
 
+def test_the_last_token_of_a_line_is_verified_beside_requests_with_more_drafts() -> None:
+    """Its places without a draft lie behind the longest request."""
+    prompts, slots = [list(range(3, 16)), [7], [11, 12]], [0, -1, 1]
+    tokens, positions = [[8], [6, 62, 63], [5]], [13, 1, 2]
+    sizes = {"max_prompt_tokens": 39}
+    verifying, plain = decoder("qwen3", num_drafts=2, **sizes), decoder("qwen3", **sizes)
+    for each in (verifying, plain):
+        each.prefill(prompts, slots, first_line=0)
+    found = verifying.verify(tokens, positions, slots)[:, 0].clone()
+    wanted = plain.decode([own[0] for own in tokens], positions, slots)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_each_token_of_a_request_has_its_slot_and_places_without_a_draft_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
