@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel  # noqa: E402
 from lorakernels.adapters.errors import AdapterError  # noqa: E402
 from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
+from lorakernels.common.digests import DTYPES  # noqa: E402
 from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
@@ -63,14 +65,19 @@ def test_an_adapter_that_was_saved_with_rows_of_other_tokens_is_refused(
     assert slots.names == ()
 
 
-@pytest.mark.parametrize(
-    ("trained", "serving"),
-    [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.bfloat16,) * 2],
-)
-def test_a_base_weight_may_have_been_saved_in_another_dtype(
-    tmp_path: Path, trained: torch.dtype, serving: torch.dtype
+# of two that were both rounded, each in its own way, neither is a cast of the other one
+CASTS = [
+    casts
+    for casts in itertools.product((torch.float32, torch.bfloat16), DTYPES, DTYPES)
+    if casts[0] is torch.bfloat16 or len({*casts}) < 3
+]
+
+
+@pytest.mark.parametrize(("published", "trained", "serving"), CASTS)
+def test_a_base_weight_may_have_been_saved_in_another_dtype_than_it_is_served_in(
+    tmp_path: Path, published: torch.dtype, trained: torch.dtype, serving: torch.dtype
 ) -> None:
-    model = tiny().bfloat16()
+    model = tiny().to(published)
     weights = {name: weight.to(serving) for name, weight in weights_of(model).items()}
     saved(model, tmp_path, trained)
     assert served(weights).activate(read_peft_folder(tmp_path)) == 0

@@ -27,7 +27,7 @@ from lorakernels.adapters.expressions import limited_matching
 from lorakernels.adapters.files import is_folder, require_regular
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
-from lorakernels.common.digests import WeightDigest, digest_of
+from lorakernels.common.digests import SavedWeight
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
@@ -84,7 +84,7 @@ def _read_folder(folder: Path, name: str) -> Adapter:
     return Adapter(name, modules, config.targets)
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, WeightDigest]]:
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, SavedWeight]]:
     """The factors by name, and what the file has of base weights, by module."""
     # a link counts even if what it leads to may not be looked at
     if not os.path.lexists(path) and os.path.lexists(path.parent / _PICKLE_FILE):
@@ -109,12 +109,11 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, WeightDigest
     return tensors, bases
 
 
-def _bases(file: Any, copies: Collection[str]) -> dict[str, WeightDigest]:
+def _bases(file: Any, copies: Collection[str]) -> dict[str, SavedWeight]:
     found = {}
     for key in copies:
         if (name := _COPY_NAME.fullmatch(key)) and key.endswith(".weight"):
-            copy = file.get_tensor(key)
-            found[name["module"]] = digest_of(copy, copy.dtype)
+            found[name["module"]] = SavedWeight.of(file.get_tensor(key))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.common.digests import WeightDigest
+from lorakernels.common.digests import SavedWeight
 from lorakernels.common.stacked_weights import (
     SlotTensors,
     StackedWeights,
@@ -30,7 +30,7 @@ class LoRAFactors:
     a: Tensor
     b: Tensor
     scale: float
-    base: WeightDigest | None = None
+    base: SavedWeight | None = None
 
     @property
     def rank(self) -> int:

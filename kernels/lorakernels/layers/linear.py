@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.choices import check_choice
-from lorakernels.common.digests import WeightDigest, digest_of
+from lorakernels.common.digests import SavedWeight, digest_in
 from lorakernels.dense.check import check_like
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.linear import lora_linear
@@ -54,7 +54,7 @@ class LinearAdapters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # of the base weight, by the dtype that it was cast to
-        self._digests: dict[torch.dtype, WeightDigest] = {}
+        self._digests: dict[torch.dtype, bytes] = {}
 
     @property
     def num_slots(self) -> int:
@@ -85,19 +85,22 @@ class LinearAdapters(nn.Module):
                 self._check_base(module, factors.base)
         return staged
 
-    def _check_base(self, module: str | int, base: WeightDigest) -> None:
+    def _check_base(self, module: str | int, base: SavedWeight) -> None:
         """ValueError if an adapter was saved with another base weight than that of this layer."""
         # a layer around another one knows no weight, and a rank has a part of it
         weight = getattr(self, "weight", None)
         if weight is None or tuple(weight.shape) != base.shape:
             return
-        if base.dtype not in self._digests:
-            self._digests[base.dtype] = digest_of(weight, base.dtype)
-        if self._digests[base.dtype] != base:
-            raise ValueError(
-                f"{module} must have the base weight that was saved with the adapter, such as rows "
-                f"of added tokens (got another weight {list(base.shape)})"
-            )
+        # either of both may have been rounded to the dtype of the other one
+        for dtype in (base.dtype, weight.dtype):
+            if dtype not in self._digests:
+                self._digests[dtype] = digest_in(dtype, weight)
+            if self._digests[dtype] == base.digests.get(dtype):
+                return
+        raise ValueError(
+            f"{module} must have the base weight that was saved with the adapter, such as rows "
+            f"of added tokens (got another weight {list(base.shape)})"
+        )
 
     def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
         """Empty a slot and load a staged adapter into it. ValueError."""
