@@ -291,3 +291,14 @@ def test_an_moe_delta_has_no_values_of_an_moe_layer(write: Write) -> None:
         "bad.yaml:8: groups.one.rows[0].router: given input for site moe_delta; "
         "allowed: none, output",
     ]
+
+
+@pytest.mark.parametrize("site", ["moe_delta", "moe_layer"])
+def test_no_case_promises_repeated_ids_of_a_single_choice(write: Write, site: str) -> None:
+    good = LAYER.replace("moe_layer", site).replace("output", "output, ids: repeated")
+    load_cases([write(good, "good.yaml")])
+    path = write(good.replace("top_k: 2", "top_k: 1"))
+    assert problems_of(path) == [
+        "bad.yaml:8: groups.one.rows[0].ids: given repeated with top_k 1; "
+        "allowed: with two choices or more",
+    ]

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from loragate.core.verdict import ExitCode, OracleName
-from loragate.matrix.case import AXES, OPERATIONS, Case, Execution, Site, Streams, Tier
+from loragate.matrix.case import (
+    AXES,
+    MOE_SITES,
+    OPERATIONS,
+    Case,
+    Execution,
+    Ids,
+    Site,
+    Streams,
+    Tier,
+)
 from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.generated.cases import generate
@@ -195,6 +205,14 @@ def test_a_size_that_does_not_fit_what_was_chosen_is_drawn_again() -> None:
     cases = generate(Site.GDN_IN_PROJ, seed=8, size=200, tier=Tier.PREMERGE)
     # a third of the choices
     assert 50 < sum(case.tp > 1 for case in cases) < 84
+
+
+@pytest.mark.parametrize("site", sorted(MOE_SITES))
+def test_no_drawn_case_repeats_the_ids_of_a_single_choice(site: Site) -> None:
+    cases = generate(site, seed=5, size=200, tier=Tier.SMOKE)
+    choices = {case.top_k for case in cases if case.ids is Ids.REPEATED}
+    assert min(choices) == 2
+    assert any(case.top_k == 1 for case in cases)
 
 
 def test_the_command_draws_what_a_subject_runs_and_names_it(tmp_path: Path) -> None:

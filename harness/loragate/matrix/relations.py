@@ -12,6 +12,7 @@ from loragate.matrix.case import (
     Bias,
     Cut,
     GateUp,
+    Ids,
     Parallel,
     Placement,
     Quantisation,
@@ -152,6 +153,11 @@ def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
         yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"
 
 
+def _repeated_problems(top_k: int, ids: Ids) -> Iterator[tuple[str, str]]:
+    if ids is Ids.REPEATED and top_k == 1:
+        yield "ids", f"given {ids} with top_k {top_k}; allowed: with two choices or more"
+
+
 def _delta_net_problems(
     slices: tuple[int, ...], key_heads: int, tp: int
 ) -> Iterator[tuple[str, str]]:
@@ -196,6 +202,7 @@ RELATIONS = (
     ),
     Relation(frozenset({Site.LORA_LINEAR}), ("streams", "beside"), _beside_problems),
     Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
+    Relation(MOE_SITES, ("top_k", "ids"), _repeated_problems),
     Relation(
         frozenset({Site.ENGINE}), ("model", "slots", "active", "targets", "rank"), _engine_problems
     ),
