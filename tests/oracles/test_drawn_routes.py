@@ -9,6 +9,7 @@ import torch
 
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
+from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import local_experts, out_rows, part_of
 from loragate.inputs.placement import bits_of, whole
 from loragate.inputs.pool import reordered_experts, with_huge_unused
@@ -16,6 +17,7 @@ from loragate.matrix.case import (
     Case,
     Dtype,
     ExpertMap,
+    Placement,
     RouterWeights,
     Routing,
     Sharing,
@@ -85,6 +87,34 @@ def test_the_last_adapter_always_meets_the_last_expert(
             rows = out_rows(batch_of(replace(case, tokens=tokens), seed))
             last = (rows.slots == case.slots - 1) & (rows.experts == case.experts - 1)
             assert last.any()
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 5])
+def test_a_single_token_of_the_last_adapter_chooses_an_expert_of_another_rank(top_k: int) -> None:
+    case = replace(PARALLEL, tokens=1, top_k=top_k)
+    elsewhere, nowhere = [], []
+    for seed in SEEDS:
+        routes = routes_of(case, seed)
+        is_none = routes.topk_ids < 0
+        nowhere.append(bool(is_none.any()))
+        elsewhere.append(bool(((local_experts(routes) < 0) & ~is_none).any()))
+    if top_k > 2:
+        assert all(elsewhere)
+        assert all(nowhere)
+    else:
+        # there is room for one of both
+        assert all(one != other for one, other in zip(elsewhere, nowhere, strict=True))
+        assert any(elsewhere)
+        assert any(nowhere)
+
+
+@pytest.mark.parametrize("placement", [Placement.RUNS, Placement.ROUND_ROBIN])
+def test_a_single_token_of_a_layer_meets_experts_of_two_ranks(placement: Placement) -> None:
+    case = replace(CASE, site=Site.MOE_LAYER, slices=(24, 24), tokens=1, ep=2, placement=placement)
+    for seed in SEEDS:
+        ids = routes_of(case, seed).topk_ids
+        chosen = ids[ids >= 0]
+        assert len(rank_of_pairs(case, chosen, torch.zeros_like(chosen)).unique()) == 2
 
 
 def test_uniform_routing_leaves_one_expert_idle_and_skewed_routing_half_of_them() -> None:

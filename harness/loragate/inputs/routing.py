@@ -1,7 +1,9 @@
 """Which experts the tokens of a step choose.
 
 In every step with a row of the last adapter, that adapter meets the last local expert: this pair
-is the first to be lost where a grid or a buffer is one too small (vllm #32277, #40131).
+is the first to be lost where a grid or a buffer is one too small (vllm #32277, #40131). With
+several ranks the same token chooses an expert of another rank, and -1, as far as it has choices for
+both.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw
 from loragate.inputs.exact_layer import exact_layer_weights
 from loragate.inputs.exactness import exact_router_weights
+from loragate.inputs.expert_places import experts_of_ranks
 from loragate.inputs.placement import place, place_integers
 from loragate.matrix.case import (
     MOE_SITES,
@@ -42,12 +45,13 @@ def make_routes(
         return None
     local = _local_experts(case, seed, machine)
     draw = Draw(machine, seed, "routes", step)
-    ids = _choices(case, draw, local, token_slots)
+    near = _experts_near_the_last(case, local)
+    ids = _choices(case, draw, local, near, token_slots)
     if case.expert_map is ExpertMap.PARALLEL or case.ep > 1:
         nowhere = draw.uniform(0, 1, *ids.shape) < _NOWHERE
+        for row in _last_slot_row(case, token_slots):
+            nowhere[row] = _nowhere_of_last_slot(ids[row], near, draw, nowhere[row])
         # never the pair that every step must have
-        row = _last_slot_row(case, token_slots)
-        nowhere[row] |= ids[row] != local[-1]
         ids[nowhere & (ids != local[-1])] = -1
     weights = None
     if case.router is not RouterWeights.NONE:
@@ -64,6 +68,19 @@ def make_routes(
         weights,
         case.global_experts if case.ids is Ids.UNKNOWN else None,
     )
+
+
+def _nowhere_of_last_slot(ids: Tensor, near: Tensor, draw: Draw, nowhere: Tensor) -> Tensor:
+    """Which of these choices have no expert: not the first that is on another rank, but another
+    one. Where that is all there is besides the last local expert, it has none in half of all
+    draws."""
+    last, result = near[-1], nowhere.clone()
+    others = (ids != last).nonzero().flatten()
+    far = others[~torch.isin(ids[others], near)][:1]
+    rest = others[~torch.isin(others, far)]
+    result[rest[:1]] = True
+    result[far] = draw.uniform(0, 1, 1) < 0.5 if len(rest) == 0 else False
+    return result
 
 
 def _odd_ids(
@@ -101,6 +118,17 @@ def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:
     return torch.cat([torch.tensor([last]).to(order), order[order != last]])[: case.experts]
 
 
+def _experts_near_the_last(case: Case, local: Tensor) -> Tensor:
+    """int64: the global ids of the experts on the ranks that hold the last local expert, which is
+    the last of them."""
+    if case.expert_map is ExpertMap.PARALLEL:
+        return local
+    last = int(local[-1])
+    holders = [held for held in experts_of_ranks(case) if last in held]
+    others = {expert for held in holders for expert in held} - {last}
+    return local[[*sorted(others), last]]
+
+
 def _expert_map(case: Case, local: Tensor) -> Tensor | None:
     if case.expert_map is ExpertMap.LOCAL:
         return None
@@ -110,7 +138,7 @@ def _expert_map(case: Case, local: Tensor) -> Tensor | None:
     return place_integers(table, 0)[0]
 
 
-def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tensor:
+def _choices(case: Case, draw: Draw, local: Tensor, near: Tensor, token_slots: Tensor) -> Tensor:
     """int64 [tokens, top_k]: global ids, distinct for each token, in random order."""
     count, last = case.global_experts, local[-1]
     scores = draw.uniform(0, 1, case.tokens, count)
@@ -118,11 +146,15 @@ def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tens
     ranking = _shuffled(draw, count)
     ranking = torch.cat([last[None], ranking[ranking != last]])
     used = count - 1 if case.routing is Routing.UNIFORM else -(-count // 2)
-    scores[:, ranking[max(used, case.top_k) :]] -= 2
+    used = max(used, case.top_k)
+    scores[:, ranking[used:]] -= 2
     if case.routing is Routing.SKEWED:
         hot = ranking[min(1, count - 1)]
         scores[:, hot] += (draw.uniform(0, 1, case.tokens) < _HOT).float()
-    scores[_last_slot_row(case, token_slots), last] += 2
+    row = _last_slot_row(case, token_slots)
+    far = ranking[:used][~torch.isin(ranking[:used], near)][:1]
+    scores[row, far] += 2
+    scores[row, last] += 4
     # topk may break ties either way
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : case.top_k]
     order = torch.argsort(draw.uniform(0, 1, *best.shape), dim=1, stable=True)
