@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from loragate.events.model import (
     Expected,
     LegStarted,
     RunStarted,
+    Sharding,
     Skipped,
 )
 from loragate.matrix.case import Case, Dtype, Site, Tier
@@ -98,6 +100,14 @@ def test_a_case_that_was_skipped_at_run_time_leaves_a_session_inconclusive():
 
 def test_a_case_that_the_plan_left_out_does_not_count():
     assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
+
+
+def test_a_session_whose_every_case_the_plan_left_out_has_judged_nothing():
+    left_out = plan(RUN, OTHER)
+    assert verdict_on([RUN, OTHER], EventLog((left_out,))) is Verdict.INCONCLUSIVE
+    # the cases of a run may be in other shards, and a merge judges all of them
+    part = replace(left_out, shard=Sharding(index=1, count=2, others=()))
+    assert verdict_on([RUN, OTHER], EventLog((part,))) is Verdict.PASS
 
 
 @pytest.mark.usefixtures("plain_command")

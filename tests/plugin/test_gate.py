@@ -44,6 +44,19 @@ def test_a_gate_whose_every_case_passes_exits_with_0_and_leaves_a_report(tmp_pat
     assert (report / "junit.xml").exists()
 
 
+def test_the_leg_of_cases_of_which_the_subject_supports_none_does_not_pass(tmp_path, start_gate):
+    text = (MATRICES / "long_sleep.yaml").read_text()
+    matrix = tmp_path / "unsupported.yaml"
+    matrix.write_text(text.replace("defaults: {", "defaults: {execution: graph, "))
+    process = start_gate("--subject=torch", f"--matrix={matrix}")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.INCOMPLETE, output
+    assert "PASS" not in output
+    log = read_events(tmp_path / "report" / "events.jsonl")
+    (leg,) = [event for event in log.events if isinstance(event, LegFinished)]
+    assert leg.verdict is Verdict.INCONCLUSIVE
+
+
 @pytest.mark.drill(
     tried="Ctrl-C while a case of the gate runs",
     exit_code=ExitCode.INCOMPLETE,

@@ -47,19 +47,17 @@ def abandoned_cases(log: EventLog, *, leg: str, why: str) -> Iterator[CaseFinish
 def verdict_on(runs: Collection[CaseRun], log: EventLog) -> Verdict:
     """The verdict of these runs: PASS only if each of them was judged and passed.
 
-    Cases that the plan left out do not count.
+    Cases that the plan left out do not count, and where it left out all of them nothing was judged.
     """
-    left_out = {
-        skip.run_id
-        for event in log.events
-        if isinstance(event, RunStarted)
-        for skip in event.skipped
-    }
+    plans = [event for event in log.events if isinstance(event, RunStarted)]
+    left_out = {skip.run_id for plan in plans for skip in plan.skipped}
     expected = {(run.run_id, (run.draw, run.repeat)) for run in runs if run.run_id not in left_out}
     names = {run_id for run_id, _ in expected}
     ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     verdicts = [case.verdict for case in case_outcomes(log.events) if case.run_id in names]
+    # what one shard has nothing to judge of, others may
+    is_idle = not expected and not any(plan.shard for plan in plans)
     # an expected case that was skipped is as good as missing
-    if expected - ended or Verdict.SKIP in verdicts:
+    if expected - ended or Verdict.SKIP in verdicts or is_idle:
         verdicts.append(Verdict.INCONCLUSIVE)
     return worst([verdict for verdict in verdicts if verdict is not Verdict.SKIP] or [Verdict.PASS])
