@@ -397,6 +397,14 @@ def test_an_engine_that_does_not_start_is_infra_and_one_that_fails_is_at_fault(
     assert {(j.verdict, j.failure) for j in found.values()} == {(Verdict.FAIL, Failure.EXCEPTION)}
 
 
+def test_of_an_engine_that_raises_the_stack_is_that_of_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised = "generate raised KeyError: 'a'\nits log ends with:\n  File \"engine.py\", line 3, in f"
+    found = verdicts(monkeypatch, EngineError(raised))
+    assert {judgement.message for judgement in found.values()} == {raised}
+
+
 def test_an_engine_that_breaks_the_protocol_is_told_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ import torch
 from loragate.core.machine import Machine, check_kernels_can_run, detect_machine
 from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
+from loragate.engine.process import EngineError
 from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
 from loragate.execution.bounds import OutOfBounds, bounded_launches
@@ -46,6 +47,9 @@ from loragate.run.preflight import check_caches
 from loragate.subjects import find_subject, unusable
 
 _FRAMES_SHOWN = 6
+# whose frames in this process are the harness's: an engine raises in its own, whose stack is part
+# of the message
+_SELF_CONTAINED = (BrokenProtocol, EngineError)
 # as CUDA libraries, Triton, drivers and the CPU allocator report it, in a plain RuntimeError
 _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -199,7 +203,7 @@ def _bounded(trial: Trial) -> AbstractContextManager[None]:
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
     if isinstance(error, OutOfBounds):
         return Judgement(name, Verdict.FAIL, Failure.FOREIGN_MEMORY, str(error))
-    message = str(error) if isinstance(error, BrokenProtocol) else _describe(error)
+    message = str(error) if isinstance(error, _SELF_CONTAINED) else _describe(error)
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
     if not device_answers(machine):
