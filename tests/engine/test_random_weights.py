@@ -76,11 +76,10 @@ class Said:
         return counts
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(Model.DENSE, Dtype.FP32), (Model.MOE, Dtype.FP32), (Model.DENSE, Dtype.BF16)],
-    ids="-".join,
-)
+IN_FP32 = [(Model.DENSE, Dtype.FP32), (Model.MOE, Dtype.FP32)]
+
+
+@pytest.fixture(scope="module", params=[*IN_FP32, (Model.DENSE, Dtype.BF16)], ids="-".join)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     model, dtype = request.param
     return Said(world_of(tmp_path_factory.mktemp(model), model=model, dtype=dtype))
@@ -112,10 +111,10 @@ def test_each_adapter_speaks_for_itself(said: Said) -> None:
             assert said.of(name).next_tokens(asked.request.prompt, answer) != answer
 
 
+# of 16 bits another test says that there are none
+@pytest.mark.parametrize("said", IN_FP32, indirect=True, ids="-".join)
 def test_near_ties_are_rare_in_fp32(said: Said) -> None:
     world, requests = said.world, [asked.request for asked in said.world.batch]
-    if world.dtype is not torch.float32:
-        pytest.skip("of 16 bits another test says that there are none")
     judge = Judge(world.model, world.adapters, dtype=torch.float32)
     report = judge.judge(requests, [Completion(tuple(answer)) for answer in said.answers])
     assert (report.near_ties, report.defects) == (0, ())
