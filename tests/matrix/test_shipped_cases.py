@@ -77,8 +77,8 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # what generated cases found, and five of more slots and choices than any other, and of ids that
     # are not adjacent, take three; two have a single row on two streams, and an engine with random
     # weights takes twelve; four have sizes that every block divides, one has five slices and one
-    # more pairs of an adapter and an expert than 16 bits count: six seconds; ten have sizes beyond 16
-    # bits, thousands of rows or 256 slots: twenty
+    # more pairs of an adapter and an expert than 16 bits count: six seconds; ten have sizes beyond
+    # 16 bits, thousands of rows or 256 slots: twenty
     assert 80 <= count[Tier.SMOKE] <= 519
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
