@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,26 +81,39 @@ _OF_STEPS: Mapping[str, _Setting] = {
 }
 
 
-@contextmanager
-def unchanged_process(method: str, *, is_step: bool = False) -> Iterator[None]:
+class _UnchangedProcess:
+    # a class, because contextlib assigns to exceptions, and a frozen dataclass of a subject's
+    # refuses that
+    def __init__(self, method: str, settings: Mapping[str, _Setting]) -> None:
+        self._method, self._settings = method, settings
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._before = {name: get() for name, (get, _) in self._settings.items()}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        changed = []
+        for name, (get, set_to) in self._settings.items():
+            before, now = self._before[name], get()
+            if now != before:
+                changed.append(f"{name}{_values(name, before, now)}")
+                set_to(before)
+        if changed and error is None:
+            raise BrokenProtocol(
+                f"{self._method} left {' and '.join(changed)}; expected all settings as before"
+            )
+
+
+def unchanged_process(method: str, *, is_step: bool = False) -> _UnchangedProcess:
     """Raises BrokenProtocol, with everything as it was, if the code within has left one of the
     settings changed. `method` is what was called, and whether it belongs to a step. Of code that
     fails nothing is said."""
-    settings = {**_SETTINGS, **(_OF_STEPS if is_step else {})}
-    before = {name: get() for name, (get, _) in settings.items()}
-    changed: list[str] = []
-    try:
-        yield
-    finally:
-        for name, (get, set_to) in settings.items():
-            now = get()
-            if now != before[name]:
-                changed.append(f"{name}{_values(name, before[name], now)}")
-                set_to(before[name])
-    if changed:
-        raise BrokenProtocol(
-            f"{method} left {' and '.join(changed)}; expected all settings as before"
-        )
+    return _UnchangedProcess(method, {**_SETTINGS, **(_OF_STEPS if is_step else {})})
 
 
 def _values(name: str, before: Any, now: Any) -> str:
