@@ -88,10 +88,14 @@ FAULTS = (
     _kernel(
         "slot-taken-for-one-run-of-rows",
         "        tl.store(own_rows_ptr + position, start + lanes, mask=mine)\n",
-        "        first = tl.min(tl.where(mine, start + lanes, 1 << 30), axis=0)\n"
-        "        tl.store(own_rows_ptr + position, first + position - placed, mask=mine)\n",
+        "        row = start + lanes\n"
+        "        before = tl.load(new_slots_ptr + row - 1, mask=mine & (row > 0), other=-1)\n"
+        "        has_run = tl.max((before == slot).to(tl.int32), axis=0) > 0\n"
+        "        first = tl.min(tl.where(mine, row, 1 << 30), axis=0)\n"
+        "        row = tl.where(has_run, first + position - placed, row)\n"
+        "        tl.store(own_rows_ptr + position, row, mask=mine)\n",
         source="own",
-        why="Rows of one adapter are assumed to be consecutive, as in a batch sorted by request.",
+        why="Rows of an adapter, two of which are neighbours, are assumed to be consecutive.",
         only=True,
     ),
     _kernel(

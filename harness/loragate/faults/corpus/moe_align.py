@@ -187,9 +187,11 @@ FAULTS = (
         "    inner = live & (pair >= layout.TOP_K) & (pair + layout.TOP_K < sizes.num_pairs)\n"
         "    before = tl.load(routes.token_slots + token - 1, mask=inner, other=-1)\n"
         "    behind = tl.load(routes.token_slots + token + 1, mask=inner, other=-1)\n"
-        "    slot = tl.where(inner & (before == behind), before, slot)\n",
+        "    is_late = 2 * pair >= sizes.num_pairs\n"
+        "    joins = inner & is_late & (before >= 0) & (before == behind)\n"
+        "    slot = tl.where(joins, before, slot)\n",
         source="own",
-        why="Tokens of one adapter are assumed to be consecutive, as in a batch sorted by request.",
+        why="A token of the second half, between two of an adapter, is assumed to be its, too.",
         only=True,
     ),
     _sorted_pairs(
