@@ -170,6 +170,7 @@ def _project(folder, name, text):
     (folder / "cases" / name).write_text(text)
 
 
+@pytest.mark.usefixtures("heeded_signals")
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_ctrl_c_leaves_the_case_that_runs_inconclusive_and_the_terminal_names_it(
     tmp_path, subject_environment, wait_until_it_sleeps, workers
@@ -183,9 +184,12 @@ def test_ctrl_c_leaves_the_case_that_runs_inconclusive_and_the_terminal_names_it
     with subprocess.Popen(
         command, cwd=ROOT, env=subject_environment, stdout=subprocess.PIPE, text=True
     ) as session:
-        wait_until_it_sleeps(report / "events.jsonl")
-        session.send_signal(signal.SIGINT)
-        output, _ = session.communicate(timeout=120)
+        try:
+            wait_until_it_sleeps(report / "events.jsonl")
+            session.send_signal(signal.SIGINT)
+            output, _ = session.communicate(timeout=120)
+        finally:
+            session.kill()
     assert session.returncode == ExitCode.INCOMPLETE, output
     assert "tokens-13\n  interrupted" in output
     summary = summarize(read_events(report / "events.jsonl"))

@@ -62,6 +62,8 @@ _COPIES = {
     OracleName.REFERENCE: _Tensors(3, 3, 3, 3, 1),
     OracleName.EXACT: _Tensors(3, 7, 4, 3, 1),
     OracleName.BASE_ROWS: _Tensors(4, 8, 5, 4, 1),
+    # a layer of other weights beside the one under test
+    OracleName.SEQUENCE: _OTHERS._replace(weights=7),
     # counted from its code, for it needs a GPU: x of eight batches and of a round's copies of them;
     # out of both where a site adds to it, what was wanted, and the results of two rounds
     OracleName.QUEUE: _Tensors(20, 44, 4, 3, 2),

@@ -13,7 +13,7 @@ from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.pool import is_small, reordered, trimmed, with_zero_scales, without_slice
 from loragate.matrix.case import Case, Mix, Quantisation, Ranks, Site, Write
 from loragate.oracles.numeric.golden_layer import rounds_always
-from loragate.protocol import Batch, Pool, Trial
+from loragate.protocol import Batch, Pool, Trial, unsupported
 
 _SMALLER = 3
 
@@ -22,9 +22,9 @@ _SMALLER = 3
 class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
     to empty it. `same_as`: what the fresh instance has in their place. `moved_rows`: the step
-    before again, its slots for other rows. `all_slots`: rows use every slot in turn. `interrupts`:
-    instances with other adapters run the step between the next one's preparation and kernels.
-    `alone`: also a step in which one of the rows keeps its adapter."""
+    before again, its slots for other rows. `all_slots`: rows use every slot in turn. `beside`: of a
+    layer with other weights and adapters, which runs a step between the preparation and the kernels
+    of the next scene. `alone`: also a step in which one of the rows keeps its adapter."""
 
     what: str
     loads: dict[int, Pool | None]
@@ -33,7 +33,7 @@ class Scene:
     same_as: dict[int, Pool | None] = field(default_factory=dict)
     moved_rows: bool = False
     all_slots: bool = False
-    interrupts: bool = False
+    beside: Case | None = None
     alone: bool = False
 
 
@@ -64,10 +64,11 @@ def scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
         yield Scene("an adapter that moved, and the slot that it left", loads, case.tokens, mix)
     # each scene loads all adapters once more
     if is_small(pool):
-        yield from _more_scenes(case, pool, mix)
+        yield from _more_scenes(trial, pool, mix)
 
 
-def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
+def _more_scenes(trial: Trial, pool: Pool, mix: Mix) -> Iterator[Scene]:
+    case = trial.case
     last = case.slots - 1
     # no two slots have the same adapter: rows that are taken for those of each other's would not
     # show
@@ -77,9 +78,10 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
     what = "all slots, and one of several emptied"
     # such data may round where other kernels run
     exact = case.quantisation is Quantisation.NONE and rounds_always(case) is None
-    yield Scene(what, loads, case.tokens, mix, all_slots=True, alone=exact)
+    small = _smaller(trial)
+    yield Scene(what, loads, case.tokens, mix, all_slots=True, alone=exact, beside=small)
     what = "the same slots for other rows"
-    yield Scene(what, {}, case.tokens, mix, moved_rows=True, interrupts=True)
+    yield Scene(what, {}, case.tokens, mix, moved_rows=True, beside=case)
     yield Scene("a step of another instance before the kernels", {}, case.tokens, mix)
     # rows without an adapter are not stored, and a layer rounds in between
     if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
@@ -89,6 +91,15 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
         none: dict[int, Pool | None] = {last: None}
         what = "a scale of zero, and other adapters from the memory of those before"
         yield Scene(what, loads, case.tokens, mix, same_as=none, all_slots=True)
+
+
+def _smaller(trial: Trial) -> Case | None:
+    """A layer of smaller sizes, if there is one that the subject supports."""
+    case = trial.case
+    smaller = replace(case, rank=max(1, case.rank // 2), slots=max(1, case.slots // 2))
+    if smaller == case or unsupported(smaller, trial.capabilities) is not None:
+        return None
+    return smaller
 
 
 def batch_of(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:

@@ -29,12 +29,12 @@ from loragate.inputs.pool import with_doubled_scales_of
 from loragate.matrix.case import Ranks
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.state.scenes import Scene, alone, batch_of, scenes
-from loragate.protocol import BaseLayer, Batch, Pool, Trial, unsupported
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 # nothing to round, so that a difference is state and never the order of a sum
 _KIND = DataKind.EXACT
 # elements of a result
-_MOST_KEPT = 1 << 20
+_MOST_KEPT = 1 << 14
 
 
 class Sequence:
@@ -81,8 +81,10 @@ class Sequence:
                 if wrong is not None:
                     return wrong
                 del fresh
-                if scene.interrupts:
-                    between = _other_steps(trial, scene, batch, count)
+                if scene.beside is not None:
+                    other_layer = replace(trial, case=scene.beside)
+                    given = batch_of(other_layer, kind, scene, count)
+                    between = partial(_other_instance(other_layer).step, given)
         return self._written_over(results) or passed(self.name, steps=float(count + 1))
 
     def _compare(
@@ -155,24 +157,6 @@ def _move(session: Session, slot: int, pool: Pool | None) -> None:
         session.instance.load(slot, pool)
 
 
-def _other_steps(trial: Trial, scene: Scene, batch: Batch, count: int) -> WriteInput:
-    """The step on another layer of the same sizes, and then one on a layer of smaller sizes: what
-    all instances share then holds what neither is nor has."""
-    steps = [partial(_other_instance(trial).step, copy_batch(batch))]
-    case = trial.case
-    smaller = replace(case, rank=max(1, case.rank // 2), slots=max(1, case.slots // 2))
-    # what is left out of the sizes that a subject supports is no reason to refuse the case
-    if smaller != case and unsupported(smaller, trial.capabilities) is None:
-        other = replace(trial, case=smaller)
-        steps.append(partial(_other_instance(other).step, batch_of(other, _KIND, scene, count)))
-
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
-
-
 def _other_instance(trial: Trial) -> Session:
     """With another base layer, and an adapter in every slot, none of which the instance under test
     has, nor its scale."""
@@ -182,6 +166,8 @@ def _other_instance(trial: Trial) -> Session:
         for after in (0, 2)
     )
     others = with_doubled_scales_of(own, others)
+    # only its scales were needed, and memory is short while the others are loaded
+    del own
     base = base_of(replace(trial, seed=trial.seed + 2), _KIND)
     return _fresh_instance(trial, base, dict.fromkeys(range(trial.case.slots), others))
 
