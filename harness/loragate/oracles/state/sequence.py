@@ -33,7 +33,7 @@ from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 # nothing to round, so that a difference is state and never the order of a sum
 _KIND = DataKind.EXACT
-# elements of a result
+# elements of a result that stays until the end, with a copy; no estimate of memory has more
 _MOST_KEPT = 1 << 14
 
 
