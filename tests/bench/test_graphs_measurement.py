@@ -13,7 +13,7 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from loragate.bench import graphs, graphs_host
+from loragate.bench import graphs, graphs_host, graphs_profile
 from loragate.bench.contender import find_contender
 from loragate.bench.graphs_figures import MemoryFigures, ReplayFigures
 from loragate.bench.graphs_host import HostTime, HostTurns
@@ -165,11 +165,11 @@ def test_rounds_of_the_host_are_spread_over_the_other_rows_of_a_model(
         done.append(row)
         return MemoryFigures(row, 1, 1)
 
-    def replay(row: ReplayRow, model: DecodeSteps) -> ReplayFigures:
+    def replay(row: ReplayRow, machine: Machine, profile: object) -> ReplayFigures:
         done.append(row)
         return ReplayFigures(row, 1.0, 1.0)
 
-    monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(SHAPES[0]))
+    monkeypatch.setattr(graphs, "decode_model", lambda model, slots, machine: small(SHAPES[0]))
     monkeypatch.setattr(graphs_host, "_step", lambda row, model: row)
     monkeypatch.setattr(graphs_host, "_round", a_round)
     monkeypatch.setattr(graphs_host, "_ROUNDS", 3)
@@ -189,7 +189,7 @@ def test_builds_are_compared_by_captured_steps_with_adapters(
 ) -> None:
     rows = (ReplayRow("dense", 4, 2), ReplayRow("experts", 1, 1))
     shapes = dict(zip(("dense", "experts"), SHAPES, strict=True))
-    monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(shapes[model]))
+    monkeypatch.setattr(graphs, "decode_model", lambda model, slots, machine: small(shapes[model]))
     heard: list[torch.Tensor] = []
 
     def clock(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
@@ -211,3 +211,26 @@ def test_builds_are_compared_by_captured_steps_with_adapters(
             base = model.step(row.tokens)
         # every row of the step has an adapter
         assert (step != base).any(dim=1).all()
+
+
+def process_of(row: ReplayRow, machine: Machine) -> float:
+    return float(os.getpid())
+
+
+def test_what_is_profiled_runs_in_one_other_process_so_that_nothing_stays_attached_to_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs_profile, "_profile", process_of)
+    row, machine = ReplayRow("dense", 1, 1), Machine("cpu", "", None, 1, 0)
+    with graphs_profile.profiler() as profile:
+        found = {profile(row, machine) for _ in range(2)}
+    assert len(found) == 1
+    assert os.getpid() not in found
+
+
+def test_an_error_of_the_process_that_profiles_is_raised_where_the_row_is_measured() -> None:
+    with (
+        graphs_profile.profiler() as profile,
+        pytest.raises(KeyError, match="no such model"),
+    ):
+        profile(ReplayRow("no such model", 1, 1), Machine("cpu", "", None, 1, 0))

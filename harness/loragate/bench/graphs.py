@@ -1,8 +1,9 @@
 """`bench graphs`: what a captured decode step costs, on the device, on the host and in memory.
 
-The sum of the times of its kernels is that of the profiler, over the same replays of the same
-graph. The host's work is a step of the graph runner, from the mapping on the CPU to the queued
-replay, and it is told apart from the call that launches the graph, which is CUDA's.
+The sum of the times of its kernels is that of the profiler, in another process, over replays of the
+same step right behind those that are timed. The host's work is a step of the graph runner, from the
+mapping on the CPU to the queued replay, and it is told apart from the call that launches the graph,
+which is CUDA's.
 """
 
 from __future__ import annotations
@@ -23,25 +24,22 @@ from loragate.bench.graphs_figures import (
     ReplayFigures,
 )
 from loragate.bench.graphs_host import host_turns
+from loragate.bench.graphs_profile import Profiler, profiler
 from loragate.bench.graphs_rows import (
-    LAYERS,
     MAX_TOKENS,
-    MODELS,
-    RANK,
     SLOTS,
     GraphRow,
     HostRow,
     MemoryRow,
     ReplayRow,
 )
+from loragate.bench.graphs_step import WARM_UP, captured_step, decode_model
 from loragate.bench.lorakernels_decode import DecodeSteps
 from loragate.bench.timer import Clock
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
-from loragate.execution.graph import capture
 
 _REPLAYS = 50
-_WARM_UP = 5
 
 
 def run_graphs(
@@ -55,12 +53,13 @@ def run_graphs(
     if candidate.subject.name != "lorakernels":
         raise Unavailable(f"{candidate.subject.name} has no graph runner", ExitCode.USAGE)
     found: dict[GraphRow, GraphMeasured] = {}
-    for _, of_a_model in groupby(rows, key=lambda row: row.model):
-        # one model at a time: not all of them fit beside each other on every device
-        for measured in _measure(list(of_a_model), machine):
-            found[measured.row] = measured
-            progress(f"[{len(found)}/{len(rows)}] {measured.row.id}")
-        torch.cuda.empty_cache()
+    with profiler() as profile:
+        for _, of_a_model in groupby(rows, key=lambda row: row.model):
+            # one model at a time: not all of them fit beside each other on every device
+            for measured in _measure(list(of_a_model), machine, profile):
+                found[measured.row] = measured
+                progress(f"[{len(found)}/{len(rows)}] {measured.row.id}")
+            torch.cuda.empty_cache()
     return GraphFigures(candidate.subject.name, tuple(found[row] for row in rows))
 
 
@@ -83,7 +82,7 @@ def measure(
     """The steps of the rows, which `clock` captures: what two builds are compared by. The time of
     the host and the memory that is reserved are no times of a device."""
     for row in rows:
-        yield _step_time(row, _model(row.model, SLOTS, machine), clock)
+        yield _step_time(row, decode_model(row.model, SLOTS, machine), clock)
         if machine.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -101,56 +100,39 @@ def _step_time(row: ReplayRow, model: DecodeSteps, clock: Clock) -> StepTime:
 
 
 @torch.no_grad()
-def _measure(rows: Sequence[GraphRow], machine: Machine) -> Iterator[GraphMeasured]:
+def _measure(
+    rows: Sequence[GraphRow], machine: Machine, profile: Profiler
+) -> Iterator[GraphMeasured]:
     """The rows of one model. The host's turns are spread over the whole time that the others
     take."""
     hosts = [row for row in rows if isinstance(row, HostRow)]
-    models = [_model(row.model, row.slots, machine) for row in hosts]
+    models = [decode_model(row.model, row.slots, machine) for row in hosts]
     with host_turns(hosts, models) as turns:
         for row in rows:
             if not isinstance(row, HostRow):
                 turns.take()
-                yield _measure_one(row, machine)
+                yield _measure_one(row, machine, profile)
                 torch.cuda.empty_cache()
         yield from turns.figures()
 
 
-def _measure_one(row: ReplayRow | MemoryRow, machine: Machine) -> GraphMeasured:
+def _measure_one(row: ReplayRow | MemoryRow, machine: Machine, profile: Profiler) -> GraphMeasured:
     if isinstance(row, ReplayRow):
-        return _replay(row, _model(row.model, SLOTS, machine))
+        return _replay(row, machine, profile)
     return _memory(row, machine)
 
 
-def _model(model: str, slots: int, machine: Machine) -> DecodeSteps:
-    return DecodeSteps(
-        MODELS[model],
-        layers=LAYERS,
-        slots=slots,
-        rank=RANK,
-        max_tokens=MAX_TOKENS,
-        dtype=torch.bfloat16,
-        device=machine.device,
-    )
-
-
-def _replay(row: ReplayRow, model: DecodeSteps) -> ReplayFigures:
-    slots = torch.tensor(row.token_slots, dtype=torch.int32)
-    with model.adapters():
-        model.inputs.write(slots, {"ids": torch.arange(row.tokens)})
-        model.buffers.batch.prepare(slots)
-        graph = capture(partial(model.step, row.tokens)).graph
-        for _ in range(_WARM_UP):
-            graph.replay()
+def _replay(row: ReplayRow, machine: Machine, profile: Profiler) -> ReplayFigures:
+    with captured_step(row, machine) as graph:
         replay_us = _device_us(graph.replay)
-        kernels_us = _kernels_us(graph.replay)
-    return ReplayFigures(row, replay_us, kernels_us)
+    return ReplayFigures(row, replay_us, profile(row, machine))
 
 
 def _device_us(launch: Callable[[], None]) -> float:
     """Microseconds of one of many launches that are queued behind each other."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     times: list[float] = []
-    for _ in range(_WARM_UP):
+    for _ in range(WARM_UP):
         start.record()
         for _ in range(_REPLAYS):
             launch()
@@ -160,22 +142,10 @@ def _device_us(launch: Callable[[], None]) -> float:
     return median(times)
 
 
-def _kernels_us(launch: Callable[[], None]) -> float:
-    """The times of all kernels, copies and fills of one launch, added up."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(_REPLAYS):
-            launch()
-        torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    return sum(float(event.time_range.elapsed_us()) for event in events) / _REPLAYS
-
-
 def _memory(row: MemoryRow, machine: Machine) -> MemoryFigures:
     """What a step of the largest batch needs with adapters, beyond one of base rows: their buffers,
     and what else is in use at the peak."""
-    model = _model(row.model, SLOTS, machine)
+    model = decode_model(row.model, SLOTS, machine)
     slots = torch.arange(MAX_TOKENS, dtype=torch.int32) % SLOTS
     peaks = []
     with model.adapters():
