@@ -27,7 +27,7 @@ from loragate.core.machine import Machine
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.matrix.engine_case import Active, Targets
+from loragate.matrix.engine_case import Active, Logprobs, Targets
 from loragate.protocol import BaseLayer, Capabilities, Instance
 
 
@@ -47,6 +47,7 @@ class SmallSubject:
                 "rank": range(1, 513),
                 "active": frozenset(Active),
                 "targets": frozenset(Targets) - {Targets.EXPERTS},
+                "logprobs": frozenset(Logprobs),
             },
         )
 
@@ -97,6 +98,7 @@ class SmallEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self._rows = [self._adapters[request.adapter] for request in requests]
         texts = [list(request.prompt) for request in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
         ends = [len(request.prompt) + request.new_tokens for request in requests]
         while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
             # what stands behind a token does not change what follows it
@@ -106,10 +108,12 @@ class SmallEngine:
             logits = self._model(input_ids=ids, use_cache=False).logits
             for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
                 if len(text) < end:
-                    text.append(int(logits[row, len(text) - 1].argmax()))
+                    best = logits[row, len(text) - 1].float().log_softmax(-1).max(-1)
+                    text.append(int(best.indices))
+                    logprobs[row].append(float(best.values))
         return [
-            Completion(tuple(text[len(r.prompt) :]))
-            for text, r in zip(texts, requests, strict=True)
+            Completion(tuple(text[len(r.prompt) :]), tuple(own))
+            for text, own, r in zip(texts, logprobs, requests, strict=True)
         ]
 
     def counts(self) -> EngineCounts:

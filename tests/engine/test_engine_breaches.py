@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from loragate.engine.answers import Breach, called, checked
 from loragate.engine.order import Call
 from loragate.engine.process import EngineBreach, EngineError, EngineNotStarted, EngineProcess
 from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.matrix.engine_case import Logprobs
 
 from .small_order import ORDER
 
@@ -191,6 +193,9 @@ class OtherCompletion:
         ("generate", [OtherCompletion()], "holds an object of type .*OtherCompletion; expected"),
         ("generate", [Completion([1, 2])], "a Completion whose tokens are a list; expected"),  # type: ignore[arg-type]
         ("generate", [Completion((1, 2.0))], "a Completion whose tokens hold a float; expected"),  # type: ignore[arg-type]
+        ("generate", [Completion((1, 2), [0.0, 0.0])], "whose logprobs are a list; expected"),  # type: ignore[arg-type]
+        ("generate", [Completion((1, 2), ("0", 0.0))], "that holds something else than numbers"),  # type: ignore[arg-type]
+        ("generate", [Completion((1, 2), (0.0,))], "a Completion with 1 logprobs for 2 tokens"),
         ("counts", {}, "counts returned a dict; expected an EngineCounts"),
         ("counts", EngineCounts(0, 1, 2.0, 3), "whose graphs_replayed is a float; expected an int"),  # type: ignore[arg-type]
         ("trace", [1], "trace returned a list; expected a mapping"),
@@ -201,18 +206,32 @@ def test_an_answer_of_another_form_is_named_with_the_one_that_is_expected(
     method: str, found: object, message: str
 ) -> None:
     with pytest.raises(Breach, match=message):
-        checked(Call(method, (REQUESTS,)), found)
+        checked(Call(method, (REQUESTS,)), found, ORDER.case)
+
+
+def test_probabilities_must_be_given_where_a_case_asks_for_them() -> None:
+    asks, call = replace(ORDER.case, logprobs=Logprobs.ON), Call("generate", (REQUESTS,))
+    without, with_them = [Completion((1, 2))], [Completion((1, 2), (-0.5, -2.0))]
+    for case, found in ((ORDER.case, without), (ORDER.case, with_them), (asks, with_them)):
+        (sent,) = checked(call, found, case)  # type: ignore[misc]
+        assert sent.logprobs == found[0].logprobs
+    message = r"whose logprobs are None; expected a tuple of float \(logprobs: on\)"
+    with pytest.raises(Breach, match=message):
+        checked(call, without, asks)
 
 
 def test_answers_are_sent_as_plain_numbers() -> None:
     numbers = torch.arange(3, dtype=torch.int32).numpy()
-    (sent,) = checked(Call("generate", (REQUESTS,)), [Completion(tuple(numbers))])  # type: ignore[misc]
+    case, values = ORDER.case, tuple(numbers.astype("float32"))
+    given = [Completion(tuple(numbers), values)]
+    (sent,) = checked(Call("generate", (REQUESTS,)), given, case)  # type: ignore[misc]
     assert [type(token) for token in sent.tokens] == [int, int, int]
-    counts = checked(Call("counts", ()), EngineCounts(None, numbers[1], None, 2))
+    assert [type(value) for value in sent.logprobs] == [float, float, float]
+    counts = checked(Call("counts", ()), EngineCounts(None, numbers[1], None, 2), case)
     assert counts == EngineCounts(None, 1, None, 2)
     assert type(counts.drafts_rejected) is int  # type: ignore[attr-defined]
     # those with a gradient, too
-    shown = checked(Call("trace", ()), {"head": torch.ones(2, requires_grad=True)})
+    shown = checked(Call("trace", ()), {"head": torch.ones(2, requires_grad=True)}, case)
     assert shown["head"].tolist() == [1.0, 1.0]  # type: ignore[index]
 
 

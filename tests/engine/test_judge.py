@@ -155,6 +155,59 @@ def test_a_first_wrong_token_in_the_middle_is_where_the_adapter_changes(dense: B
     assert (found.said_by, found.wrong_tokens) == (("base",), 1)
 
 
+def logprobs_of(bench: Bench, number: int, folder: Path | None) -> tuple[float, ...]:
+    """Of the right answer to a request, as the model with another adapter has them."""
+    request, answer = bench.requests[number], bench.right()[number].tokens
+    judged = Reference(bench.root / "model", folder).judge(request.prompt, answer)
+    return tuple(token.logprob for token in judged)
+
+
+def with_logprobs(bench: Bench, number: int, values: Sequence[float]) -> Report:
+    """A batch in which the right answer to a request has these."""
+    return bench.judged({number: replace(bench.right()[number], logprobs=tuple(values))})
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_probabilities_of_the_own_adapter_pass_up_to_what_rounding_changes(
+    dense: Bench, number: int
+) -> None:
+    right = logprobs_of(dense, number, dense.adapters.get(str(dense.requests[number].adapter)))
+    report = with_logprobs(dense, number, right)
+    assert (report.decision, report.wrong_logprobs) == (Decision.PASS, ())
+    assert 1e-3 <= report.logprob_noise < 0.1
+    for share, decision in ((0.9, Decision.PASS), (1.1, Decision.FAIL), (-1.1, Decision.FAIL)):
+        changed = [*right[:-1], right[-1] + share * report.logprob_noise]
+        assert with_logprobs(dense, number, changed).decision is decision
+
+
+def test_probabilities_of_another_adapter_name_it_and_their_first_token(dense: Bench) -> None:
+    right = logprobs_of(dense, 2, dense.adapters["adapter-2"])
+    for said_by, folder in {"base": None, "adapter-1": dense.adapters["adapter-1"]}.items():
+        values = [*right[:3], *logprobs_of(dense, 2, folder)[3:]]
+        report = with_logprobs(dense, 2, values)
+        (found,) = report.wrong_logprobs
+        assert (found.request, found.adapter, found.position) == (2, "adapter-2", 3)
+        assert (found.given, found.wanted) == (values[3], pytest.approx(right[3]))
+        assert (found.said_by, found.wrong_tokens) == ((said_by,), COUNT - 3)
+        assert (report.decision, report.defects) == (Decision.FAIL, ())
+        assert f"has the log-probability {found.given:.4g}, not" in report.lines()[2]
+        assert f"said by {said_by}" in report.lines()[2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.0])
+def test_a_probability_that_is_no_number_or_above_1_is_wrong(dense: Bench, value: float) -> None:
+    right = logprobs_of(dense, 1, dense.adapters["adapter-1"])
+    (found,) = with_logprobs(dense, 1, [*right[:-1], value]).wrong_logprobs
+    assert (found.position, found.said_by) == (COUNT - 1, ())
+
+
+def test_probabilities_of_wrong_tokens_are_not_judged_beside_them(dense: Bench) -> None:
+    wrong = dense.says(dense.prompts[1], dense.everyone[2])
+    report = dense.judged({1: replace(wrong, logprobs=(0.0,) * COUNT)})
+    assert [found.request for found in report.problems] == [1]
+    assert report.wrong_logprobs == ()
+
+
 def test_rows_in_another_order_are_answers_to_other_requests(dense: Bench) -> None:
     right = dense.right()
     report = dense.judged({0: right[1], 1: right[2], 2: right[0]})

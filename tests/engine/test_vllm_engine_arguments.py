@@ -151,6 +151,20 @@ def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
     assert calls == ["engine", "register", "engine"]
 
 
+def test_the_probability_of_a_token_is_its_own_and_not_that_of_the_most_likely_one() -> None:
+    places = [{5: -0.5}, {7: -1.0, 2: -2.0}, {1: -3.0, 4: -4.0}]
+    logprobs = [
+        {token: SimpleNamespace(logprob=value) for token, value in place.items()}
+        for place in places
+    ]
+    output = SimpleNamespace(token_ids=[5, 2, 1], logprobs=logprobs)
+    assert engine.completion(output, with_logprobs=True).logprobs == (-0.5, -2.0, -3.0)
+    for with_logprobs in (True, False):
+        assert engine.completion(output, with_logprobs=with_logprobs).tokens == (5, 2, 1)
+    without = SimpleNamespace(token_ids=[5, 2, 1], logprobs=None)
+    assert engine.completion(without, with_logprobs=False).logprobs is None
+
+
 def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:
     case, subject = order_of().case, VllmLoraKernelsSubject()
     assert unsupported(case, subject.describe(interpreted=False)) is None

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from loragate.core.sequential import Decision
+from loragate.core.verdict import Verdict
 from loragate.engine.evidence import Evidence, examined
 from loragate.engine.judge import Judge
+from loragate.engine.reference import Reference
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
 from loragate.engine.world import World, build_world
@@ -113,6 +115,46 @@ def test_a_wrong_token_of_any_round_is_a_defect_that_says_when(
     judgement = judged_tokens(evidence_of(world, kind))
     name = world.batch[world.last].request.adapter
     assert judgement.message.startswith(when.format(name) + "request ")
+
+
+class WithLogprobs(Speaking):
+    """Says the probabilities of the reference, but of one call those without an adapter."""
+
+    wrong_call = 0
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        found = super().generate(requests)
+        return [self.told(*one) for one in zip(requests, found, strict=True)]
+
+    def told(self, request: Request, answer: Completion) -> Completion:
+        speaker = self.loaded[None if self.calls == self.wrong_call else request.adapter]
+        folder = next((own for own, known in self.folders.items() if known is speaker), None)
+        judged = Reference(self.world.model, folder).judge(request.prompt, answer.tokens)
+        return replace(answer, logprobs=tuple(token.logprob for token in judged))
+
+
+@pytest.mark.parametrize(
+    ("wrong_call", "when"),
+    [(0, None), (1, ""), (2, "in another order of the batch"), (3, "alone")],
+)
+def test_a_wrong_probability_of_a_right_token_is_found_in_any_round(
+    world: World, wrong_call: int, when: str | None
+) -> None:
+    engine = WithLogprobs(world)
+    engine.wrong_call = wrong_call
+    found = examined(engine, world, Judge(world.model, world.adapters, dtype=world.dtype))
+    judgement = judged_tokens(found)
+    if when is None:
+        assert judgement.verdict is Verdict.PASS
+        return
+    assert (judgement.verdict, found.when) == (Verdict.FAIL, when)
+    assert judgement.metrics["wrong_logprobs"] >= 1
+    assert judgement.metrics["logprob_error"] > judgement.metrics["logprob_noise"]
+    assert judgement.where["token"] == 0
+    assert "has the log-probability" in judgement.message
+    assert judgement.message.startswith(f"{when}: request" if when else "request")
+    # texts are the same, whatever their probabilities are
+    assert judged_properties(found).verdict is Verdict.PASS
 
 
 def test_a_request_that_was_not_asked_again_is_not_what_is_wrong(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import GenerationConfig
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
+from lorakernels.serving.choice import most_likely
 from lorakernels.serving.generation import Generation, Request, generate
 
 VOCABULARY = 11
@@ -110,6 +112,33 @@ def test_each_request_gets_its_own_answer_whoever_joins_and_leaves(
     assert generate(decoder, requests, config) == expected
     # a request that has ended takes no row: the prompt pass gives the first token of each
     assert decoder.rows == sum(len(answer) - 1 for answer in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_log_probabilities_are_those_of_the_logits_and_not_of_what_a_dtype_makes_of_their_sum(
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(3, 2, 300, generator=generator) * 4 + 70).to(dtype)
+    wanted = logits.double().log_softmax(-1).max(-1)
+    for said in (most_likely(logits, logprobs=wants) for wants in (True, False)):
+        assert [one.tokens for one in said] == wanted.indices.tolist()
+    found = torch.tensor([one.logprobs for one in most_likely(logits, logprobs=True)])
+    torch.testing.assert_close(found.double(), wanted.values, rtol=0, atol=2e-5)
+    assert [one.logprobs for one in most_likely(logits, logprobs=False)] == [[], [], []]
+
+
+def test_log_probabilities_are_kept_of_each_token_where_they_are_wanted() -> None:
+    config = GenerationConfig(max_new_tokens=4, eos_token_id=[])
+    # all logits but one are 0
+    wanted = 1 - math.log(math.e + VOCABULARY - 1)
+    for wants, expected in ((True, {0: [pytest.approx(wanted)] * 4}), (False, {})):
+        decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+        generation = Generation(decoder, config, logprobs=wants)
+        generation.add(Request((1, 2)))
+        while generation.step():
+            pass
+        assert generation.logprobs == expected
 
 
 def test_a_request_may_be_added_while_others_are_decoded() -> None:

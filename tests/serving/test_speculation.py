@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,21 @@ VOCABULARY = 11
 SLOTS = {"first": 0, "second": 1, "third": 2}
 
 
-def next_token(slot: int, tokens: Sequence[int]) -> int:
+def mixed(slot: int, tokens: Sequence[int]) -> int:
     """Depends on the adapter, on all tokens and on their order."""
     value = slot + 2
     for token in tokens:
         value = (value * 7 + token + 1) % 10007
-    return value % VOCABULARY
+    return value
+
+
+def next_token(slot: int, tokens: Sequence[int]) -> int:
+    return mixed(slot, tokens) % VOCABULARY
+
+
+def lead(slot: int, tokens: Sequence[int]) -> float:
+    """How far the logit of the next token is above all others."""
+    return 1 + mixed(slot, tokens) % 97 / 97
 
 
 class TextDecoder:
@@ -103,12 +113,14 @@ class TextDecoder:
     def logits(self, ends: list[list[int]], first: int = 0) -> Tensor:
         """Behind the first so many tokens of each line; padding prefers the last token."""
         width = 1 + self.num_drafts
-        chosen = torch.full((len(ends), width), VOCABULARY - 1)
+        logits = torch.zeros(len(ends), width, VOCABULARY)
+        logits[:, :, -1] = 9
         for line, counts in enumerate(ends, first):
             slot, seen = self.lines[line]
             for column, count in enumerate(counts):
-                chosen[line - first, column] = next_token(slot, seen[:count])
-        return torch.nn.functional.one_hot(chosen, VOCABULARY).float()
+                own = logits[line - first, column].zero_()
+                own[next_token(slot, seen[:count])] = lead(slot, seen[:count])
+        return logits
 
 
 class PatternDrafts:
@@ -148,6 +160,14 @@ def alone(request: Request, limit: int, ends: set[int]) -> list[int]:
     return answer
 
 
+def logprobs_alone(request: Request, answer: Sequence[int]) -> list[float]:
+    """All logits but one are 0."""
+    slot = -1 if request.adapter is None else SLOTS[request.adapter]
+    texts = [[*request.prompt, *answer[:place]] for place in range(len(answer))]
+    leads = [lead(slot, text) for text in texts]
+    return [own - math.log(math.exp(own) + VOCABULARY - 1) for own in leads]
+
+
 PROMPT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6).map(tuple)
 REQUESTS = st.lists(
     st.builds(Request, PROMPT, st.sampled_from([None, *SLOTS])), min_size=1, max_size=7
@@ -169,7 +189,8 @@ def test_answers_do_not_depend_on_which_drafts_are_right(
 ) -> None:
     decoder: Any = TextDecoder(max_requests=lines, num_drafts=num_drafts)
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(ends))
-    generation = Generation(decoder, config, drafter=PatternDrafts([*pattern, True]))
+    drafter = PatternDrafts([*pattern, True])
+    generation = Generation(decoder, config, drafter=drafter, logprobs=True)
     # requests are added while others are decoded
     numbers = []
     for request in requests:
@@ -179,6 +200,9 @@ def test_answers_do_not_depend_on_which_drafts_are_right(
         pass
     answers = [generation.answers[number] for number in numbers]
     assert answers == [alone(request, limit, ends) for request in requests]
+    for number, request in zip(numbers, requests, strict=True):
+        wanted = logprobs_alone(request, generation.answers[number])
+        assert generation.logprobs[number] == pytest.approx(wanted, abs=1e-6)
     counts = generation.drafts
     assert counts.accepted + counts.rejected == decoder.verified
     # what is neither from a prompt pass nor the token behind the drafts of a step was a draft

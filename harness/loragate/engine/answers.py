@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from inspect import signature
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from loragate.engine.order import Call
 from loragate.engine.requests import Completion, EngineCounts
+from loragate.matrix.case import Case
+from loragate.matrix.engine_case import Logprobs
 from loragate.matrix.problems import nearest
 
 _TOKENS = "Completions of loragate.engine.requests with a tuple of int each"
@@ -73,13 +75,13 @@ def called(name: str, function: Callable[..., object], *arguments: object) -> ob
     return function(*arguments)
 
 
-def checked(call: Call, found: Any) -> object:
+def checked(call: Call, found: Any, case: Case) -> object:
     """An answer to a call, as it is sent. Raises Breach."""
     match call.method:
         case "generate":
             (requests,) = call.arguments
             assert isinstance(requests, list)
-            return _completions(found, len(requests))
+            return _completions(found, len(requests), case.logprobs is Logprobs.ON)
         case "counts":
             return _counts(found)
         case "trace":
@@ -90,16 +92,16 @@ def checked(call: Call, found: Any) -> object:
     return found
 
 
-def _completions(found: object, wanted: int) -> list[Completion]:
+def _completions(found: object, wanted: int, with_logprobs: bool) -> list[Completion]:
     if not isinstance(found, list):
         raise Breach(f"generate returned {_kind(found)}; expected a list of Completions")
     if len(found) != wanted:
         expected = f"expected {wanted}, one for each request"
         raise Breach(f"generate returned a list of {len(found)}; {expected}")
-    return [_completion(one) for one in found]
+    return [_completion(one, with_logprobs) for one in found]
 
 
-def _completion(one: object) -> Completion:
+def _completion(one: object, with_logprobs: bool) -> Completion:
     if not isinstance(one, Completion):
         raise Breach(f"generate returned a list that holds {_kind(one)}; expected {_TOKENS}")
     tokens: object = one.tokens
@@ -110,7 +112,22 @@ def _completion(one: object) -> Completion:
         if not isinstance(token, Integral):
             given = f"a Completion whose tokens hold {_kind(token)}"
             raise Breach(f"generate returned {given}; expected {_TOKENS}")
-    return Completion(tuple(int(token) for token in tokens))
+    logprobs = _logprobs(one.logprobs, len(tokens), wanted=with_logprobs)
+    return Completion(tuple(int(token) for token in tokens), logprobs)
+
+
+def _logprobs(found: object, count: int, *, wanted: bool) -> tuple[float, ...] | None:
+    if found is None and not wanted:
+        return None
+    if not isinstance(found, tuple) or not all(isinstance(value, Real) for value in found):
+        given = f"a Completion whose logprobs are {_kind(found)}"
+        if isinstance(found, tuple):
+            given += " that holds something else than numbers"
+        raise Breach(f"generate returned {given}; expected a tuple of float (logprobs: on)")
+    if len(found) != count:
+        given = f"a Completion with {len(found)} logprobs for {count} tokens"
+        raise Breach(f"generate returned {given}; expected one for each")
+    return tuple(float(value) for value in found)
 
 
 def _counts(found: object) -> EngineCounts:

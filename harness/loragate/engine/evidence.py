@@ -111,12 +111,17 @@ def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
     report = judge.judge(requests, answers.mixed)
     for when, completions in answers.rounds(world.last).items():
         # the same answers once more say nothing new
-        again = report if completions == answers.mixed else judge.judge(requests, completions)
-        if again.defects:
-            number = again.defects[0].request
+        is_known = _all_said(completions) == _all_said(answers.mixed)
+        again = report if is_known else judge.judge(requests, completions)
+        if again.problems:
+            number = again.problems[0].request
             found = _bisected(engine, world, judge, requests[number], completions[number])
             return Evidence(world, answers, again, bisection=found, when=when)
     return Evidence(world, answers, report, _judged_reload(world, answers, judge))
+
+
+def _all_said(completions: Sequence[Completion]) -> list[object]:
+    return [(completion.tokens, completion.logprobs) for completion in completions]
 
 
 def _judged_reload(world: World, answers: Answers, judge: Judge) -> Report | None:

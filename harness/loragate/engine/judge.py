@@ -15,8 +15,9 @@ import torch
 
 from loragate.engine.bisection import Deviation, Trace, first_deviation
 from loragate.engine.layers.layout import LOUDNESS
+from loragate.engine.logprobs import logprob_change, logprob_noise, wrong_logprobs
 from loragate.engine.reference import Judged, Reference
-from loragate.engine.report import BASE, DRAFT, Defect, Report
+from loragate.engine.report import BASE, DRAFT, Defect, Report, WrongLogprobs
 from loragate.engine.requests import Completion, Request
 from loragate.engine.verdicts import TokenVerdict, token_verdict
 
@@ -77,15 +78,17 @@ class Judge:
             self._reference(request.adapter).judge(request.prompt, self._tokens(completion))
             for request, completion in zip(requests, completions, strict=True)
         ]
-        measured = max(map(self.noise, requests, completions))
-        noise = min(measured, MOST_NOISE[self._dtype])
+        measured = [self._noise(*one) for one in zip(requests, completions, strict=True)]
+        most = max(margin for margin, _ in measured)
+        noise = min(most, MOST_NOISE[self._dtype])
         wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
         verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
+        of_logprobs = logprob_noise(change for _, change in measured)
         return Report(
             tokens=len(verdicts),
             near_ties=verdicts.count(TokenVerdict.NEAR_TIE),
             noise=noise,
-            measured=measured,
+            measured=most,
             defects=tuple(
                 self._defect(number, requests, completions, judged, places)
                 for number, places in enumerate(wrong)
@@ -93,13 +96,38 @@ class Judge:
             ),
             requests=len(requests),
             matches=sum(map(_is_own_text, requests, judged)),
+            logprob_noise=of_logprobs,
+            wrong_logprobs=tuple(
+                found
+                for number, one in enumerate(zip(requests, completions, judged, strict=True))
+                if not wrong[number] and (found := self._wrong_logprobs(number, *one, of_logprobs))
+            ),
         )
 
-    def noise(self, request: Request, completion: Completion) -> float:
-        """How far an engine's arithmetic may move one logit against another, on these tokens."""
-        tokens = [*request.prompt, *self._tokens(completion)]
+    def _wrong_logprobs(
+        self,
+        number: int,
+        request: Request,
+        completion: Completion,
+        judged: Sequence[Judged],
+        noise: float,
+    ) -> WrongLogprobs | None:
+        return wrong_logprobs(
+            number,
+            request,
+            completion,
+            judged,
+            noise,
+            names=self._adapters,
+            reference=self._reference,
+        )
+
+    def _noise(self, request: Request, completion: Completion) -> tuple[float, float]:
+        """How far an engine's arithmetic may move one logit against another on these tokens, and
+        how far the dtype moves their log-probabilities."""
+        answer = self._tokens(completion)
         exact, low = (
-            reference.logits(tokens)[len(request.prompt) - 1 :]
+            reference.logits([*request.prompt, *answer])[len(request.prompt) - 1 :]
             for reference in (
                 self._reference(request.adapter),
                 self._rounded(request.adapter, self._dtype),
@@ -107,7 +135,8 @@ class Judge:
         )
         top = exact.topk(2, dim=-1).indices
         margins = [logits.gather(-1, top).diff(dim=-1) for logits in (exact, low)]
-        return _ALLOWANCE * float((margins[0] - margins[1]).abs().max())
+        margin = _ALLOWANCE * float((margins[0] - margins[1]).abs().max())
+        return margin, logprob_change(exact, low, answer)
 
     def bisect(self, request: Request, completion: Completion, trace: Trace) -> Deviation | None:
         """The first module of the engine, as `trace` shows it, that leaves the bound; None if none

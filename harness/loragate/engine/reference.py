@@ -29,13 +29,14 @@ class Judged:
     """A token of a request, as the reference sees it.
 
     best: its own token at this place. gap: the logit of `best` minus that of the token.
-    margin: the logit of `best` minus the next one.
+    margin: the logit of `best` minus the next one. logprob: of the token.
     """
 
     token: int
     best: int
     gap: float
     margin: float
+    logprob: float
 
 
 class Reference:
@@ -74,9 +75,11 @@ class Reference:
         best = top.indices[:, 0].tolist()
         margins = (top.values[:, 0] - top.values[:, 1]).tolist()
         gaps = (top.values[:-1, 0] - chosen).tolist()
-        found = list(map(Judged, known, best[:-1], gaps, margins[:-1]))
+        logprobs = (chosen - logits[:-1].logsumexp(-1)).tolist()
+        found = list(map(Judged, known, best[:-1], gaps, margins[:-1], logprobs))
         return found + [
-            Judged(token, best[-1], math.inf, margins[-1]) for token in answer[len(known) :]
+            Judged(token, best[-1], math.inf, margins[-1], -math.inf)
+            for token in answer[len(known) :]
         ]
 
     def next_tokens(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:

@@ -46,10 +46,37 @@ class Defect:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongLogprobs:
+    """A request whose tokens are right, and the probabilities that it has for them are not.
+
+    position, given, wanted: of the first one, from 0. worst: the largest difference.
+    said_by: adapters or BASE, whose probabilities for these tokens the wrong ones are.
+    """
+
+    request: int
+    adapter: str | None
+    position: int
+    given: float
+    wanted: float
+    wrong_tokens: int
+    worst: float
+    said_by: tuple[str, ...]
+
+    def line(self) -> str:
+        source = " or ".join(self.said_by) or "none of the models"
+        return (
+            f"request {self.request} ({self.adapter or BASE}): token {self.position} has the "
+            f"log-probability {self.given:.4g}, not {self.wanted:.4g}; {self.wrong_tokens} wrong "
+            f"(by up to {self.worst:.3g}), said by {source}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Of `tokens` of `requests`. noise: the largest difference of two logits that is a near tie;
     measured: what it would be without a limit. matches: requests whose text is the one that the
-    reference generates itself."""
+    reference generates itself. wrong_logprobs: of requests without a defect of their tokens, by
+    more than `logprob_noise`."""
 
     tokens: int
     near_ties: int
@@ -58,11 +85,18 @@ class Report:
     defects: tuple[Defect, ...]
     requests: int
     matches: int
+    logprob_noise: float = 0.0
+    wrong_logprobs: tuple[WrongLogprobs, ...] = ()
+
+    @property
+    def problems(self) -> tuple[Defect | WrongLogprobs, ...]:
+        """All that is wrong, tokens first."""
+        return (*self.defects, *self.wrong_logprobs)
 
     @property
     def decision(self) -> Decision:
         """Undecided where more than MOST_NEAR_TIES of the tokens are near ties."""
-        if self.defects:
+        if self.problems:
             return Decision.FAIL
         near = self.near_ties > MOST_NEAR_TIES * self.tokens
         return Decision.UNDECIDED if near else Decision.PASS
@@ -90,5 +124,5 @@ class Report:
             f"(up to {self.noise:.3g}; measured {self.measured:.3g})",
             f"equal texts: {ratio.matches} of {ratio.requests}, {rate}; "
             f"sequential test: {self.texts.value}",
-            *(defect.line() for defect in self.defects),
+            *(found.line() for found in self.problems),
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,9 +25,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The new tokens of a request, without its prompt."""
+    """The new tokens of a request, without its prompt.
+
+    logprobs: the natural logarithms of their probabilities by the model's own logits, one for each;
+        None where the case does not ask for them. Rounding changes them with a batch, so that
+        completions are equal whose tokens are.
+    """
 
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

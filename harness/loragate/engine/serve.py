@@ -18,6 +18,7 @@ from typing import Any
 from loragate.engine import answers
 from loragate.engine.answers import Breach, called, check_methods, checked, maker_of
 from loragate.engine.order import Answer, Call, Start
+from loragate.matrix.case import Case
 
 
 def main(target: str, channel: int) -> None:
@@ -34,7 +35,7 @@ def main(target: str, channel: int) -> None:
             return
         assert isinstance(call, Call)
         method = call.method
-        _answer(connection, partial(_answered, made[0], call))
+        _answer(connection, partial(_answered, made[0], call, start.order.case))
 
 
 def _engine(target: str, start: Start) -> object:
@@ -43,12 +44,12 @@ def _engine(target: str, start: Start) -> object:
     return engine
 
 
-def _answered(engine: Any, call: Call) -> object:
+def _answered(engine: Any, call: Call, case: Case) -> object:
     method: Any = getattr(engine, call.method, None)
     if method is None and call.method == "trace":
         # optional
         return {}
-    return checked(call, called(call.method, method, *call.arguments))
+    return checked(call, called(call.method, method, *call.arguments), case)
 
 
 def _answer(connection: Connection, call: Callable[[], object]) -> None:

@@ -15,42 +15,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import GenerationMode
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.serving.checks import check_tokens
+from lorakernels.serving.choice import Said, most_likely
+from lorakernels.serving.config import check_config, end_tokens
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.lines import add_user, check_lines, other_users
 from lorakernels.serving.speculation import DraftCounts, Drafter, Text, accepted_drafts
-
-# options that would change what greedy decoding gives -> the value that changes nothing
-_NEUTRAL: dict[str, Any] = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1.0,
-    "max_time": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-    "remove_invalid_values": False,
-    "repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": None,
-    "token_healing": False,
-    "watermarking_config": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +39,14 @@ class Request:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in a line of the cache. The last of `tokens` is not in the cache yet."""
+    """A request in a line of the cache. The last of `tokens` is not in the cache yet. `logprobs`:
+    theirs, where they are wanted."""
 
     number: int
     request: Request
     slot: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -82,31 +60,39 @@ class _Live:
 class Generation:
     """Requests that are being decoded. `add` as many as wanted, at any time; `step` until it says
     that nothing is left; `answers` maps the number of a request to its new tokens, the one that
-    ended it included.
+    ended it included, and `logprobs` to the natural logarithms of their probabilities.
 
     config: max_new_tokens must be set. eos_token_id is taken from the model's own generation
         config where it is None. Options that sample or change greedy decoding are refused.
     drafter: guesses tokens that the decoder then verifies; `drafts` counts them. None: no drafts.
+    logprobs: whether they are wanted. They are those of the model's own logits.
     A decoder decodes, or drafts, the requests of one Generation at a time. Raises ValueError.
     """
 
     def __init__(
-        self, decoder: Decoder, config: GenerationConfig, *, drafter: Drafter | None = None
+        self,
+        decoder: Decoder,
+        config: GenerationConfig,
+        *,
+        drafter: Drafter | None = None,
+        logprobs: bool = False,
     ) -> None:
-        _check_config(config)
+        check_config(config)
         if drafter is not None:
             if not decoder.num_drafts:
                 raise ValueError("num_drafts of the decoder must be at least 1 with a drafter")
             drafter.check(decoder)
         self._drafter, self.drafts = drafter, DraftCounts()
         self.decoder, self._max_new_tokens = decoder, config.max_new_tokens
-        self._ends = _end_tokens(config, decoder.model.generation_config)
+        self._ends = end_tokens(config, decoder.model.generation_config)
         self._waiting: deque[_Live] = deque()
         self._live: list[_Live] = []
         self._added = 0
         # whether a step has failed that cannot be repeated
         self._is_lost = False
+        self._wants_logprobs = logprobs
         self.answers: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
         self._decoders = (decoder, *(() if drafter is None else drafter.decoders))
         add_user(self._decoders, self)
 
@@ -197,7 +183,7 @@ class Generation:
             for _ in joining:
                 self._waiting.popleft()
             self._live += joining
-            self._append(first, [[token] for token in chosen])
+            self._append(first, chosen)
 
     @property
     def num_in_lines(self) -> int:
@@ -216,7 +202,7 @@ class Generation:
             joining.append(request)
         return joining
 
-    def _prefill(self, first: int, joining: Sequence[_Live]) -> list[int]:
+    def _prefill(self, first: int, joining: Sequence[_Live]) -> list[Said]:
         """The first token of each of these requests, which get the lines from `first` on."""
         logits = self.decoder.prefill(
             [request.request.prompt for request in joining],
@@ -225,7 +211,7 @@ class Generation:
         )
         if self._drafter is not None:
             self._drafter.join(first, [request.text for request in joining])
-        return _chosen(logits)
+        return self._chosen(logits[:, None])
 
     def _propose(self) -> list[list[int]]:
         live = self._live
@@ -245,7 +231,7 @@ class Generation:
             [request.position for request in live],
             [request.slot for request in live],
         )
-        self._append(0, [[token] for token in _chosen(logits)])
+        self._append(0, self._chosen(logits[:, None]))
 
     def _verify(self, drafts: Sequence[Sequence[int]]) -> None:
         live = self._live
@@ -255,21 +241,26 @@ class Generation:
             [request.slot for request in live],
         )
         answers = []
-        for own, chosen in zip(drafts, _chosen(logits), strict=True):
+        for own, said in zip(drafts, self._chosen(logits), strict=True):
+            chosen = said.tokens
             count = accepted_drafts(own, chosen)
             answer = self._up_to_end(chosen[: count + 1])
             self.drafts = self.drafts.plus(min(count, len(answer)), verified=len(own))
-            answers.append(answer)
+            answers.append(Said(answer, said.logprobs[: len(answer)]))
         self._append(0, answers)
 
     def _up_to_end(self, tokens: list[int]) -> list[int]:
         ends = (index + 1 for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]
 
-    def _append(self, first: int, answers: Sequence[Sequence[int]]) -> None:
+    def _chosen(self, logits: Tensor) -> list[Said]:
+        return most_likely(logits, logprobs=self._wants_logprobs)
+
+    def _append(self, first: int, answers: Sequence[Said]) -> None:
         """Give the requests from line `first` on their next tokens."""
-        for request, tokens in zip(self._live[first:], answers, strict=True):
-            request.tokens += tokens
+        for request, said in zip(self._live[first:], answers, strict=True):
+            request.tokens += said.tokens
+            request.logprobs += said.logprobs
         # from the end: the request that moves into a line has not ended
         for line in reversed(range(first, len(self._live))):
             tokens = self._live[line].tokens
@@ -284,6 +275,8 @@ class Generation:
             if self._drafter is not None:
                 self._drafter.move(len(self._live), line)
         self.answers[ended.number] = ended.tokens
+        if self._wants_logprobs:
+            self.logprobs[ended.number] = ended.logprobs
 
 
 def generate(
@@ -299,34 +292,3 @@ def generate(
     while generation.step():
         pass
     return [generation.answers[number] for number in numbers]
-
-
-def _chosen(logits: Tensor) -> list[Any]:
-    # the only place where the host waits for the device
-    chosen: list[Any] = logits.argmax(dim=-1).tolist()
-    return chosen
-
-
-def _check_config(config: GenerationConfig) -> None:
-    most = config.max_new_tokens
-    if not isinstance(most, int) or most < 1:
-        raise ValueError(f"max_new_tokens must be an integer of at least 1 (got {most})")
-    mode = config.get_generation_mode()
-    if mode is not GenerationMode.GREEDY_SEARCH:
-        raise ValueError(f"generation config must ask for greedy search (got {mode.value})")
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise ValueError(f"{name} of the generation config is not supported (got {value})")
-
-
-def _end_tokens(config: GenerationConfig, default: GenerationConfig) -> frozenset[int]:
-    ends = default.eos_token_id if config.eos_token_id is None else config.eos_token_id
-    if isinstance(ends, Tensor):
-        # its elements would be tensors, which equal no token
-        ends = ends.tolist()
-    if ends is None or isinstance(ends, int):
-        return frozenset(() if ends is None else (ends,))
-    if not isinstance(ends, list | tuple) or not all(isinstance(end, int) for end in ends):
-        raise ValueError(f"eos_token_id must be an integer or a list of integers (got {ends!r})")
-    return frozenset(ends)

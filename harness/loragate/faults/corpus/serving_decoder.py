@@ -10,6 +10,8 @@ _replace = planting("lorakernels.serving.replace", Group.DECODER)
 _cache = planting("lorakernels.serving.cache", Group.DECODER)
 _decoder = planting("lorakernels.serving.decoder", Group.DECODER)
 _generation = planting("lorakernels.serving.generation", Group.DECODER)
+_config = planting("lorakernels.serving.config", Group.DECODER)
+_choice = planting("lorakernels.serving.choice", Group.DECODER)
 
 _ROWS = "            rows[row, longest - len(prompt) :] = slot\n"
 _LOOKED_UP = (
@@ -177,7 +179,21 @@ FAULTS = (
         source="vllm #47724",
         why="The slot of a request that waits is given to another adapter.",
     ),
-    _generation(
+    _choice(
+        "probability-over-the-sum-of-another-row",
+        "[..., 0] - sums\n",
+        "[..., 0] - sums.roll(1, dims=0)\n",
+        source="own",
+        why="The tokens of a batch are right, and their probabilities are divided by other sums.",
+    ),
+    _choice(
+        "probability-beside-the-most-likely-token",
+        "    sums = torch.logsumexp(logits.float(), dim=-1)\n",
+        "    sums = logits.float().amax(dim=-1)\n",
+        source="own",
+        why="Each token has the probability 1: the most likely one is where logits begin.",
+    ),
+    _config(
         "end-of-the-model-ignored",
         "    ends = default.eos_token_id if config.eos_token_id is None else config.eos_token_id\n",
         "    ends = config.eos_token_id\n",

@@ -91,6 +91,13 @@ FAULTS = (
         why="Of a step whose drafts were right the model's own token is thrown away.",
     ),
     _generation(
+        "probabilities-of-rejected-drafts-kept",
+        "said.logprobs[: len(answer)]",
+        "said.logprobs",
+        source="own",
+        why="Behind a rejected draft each token has the probability of one before it.",
+    ),
+    _generation(
         "drafts-behind-the-end-kept",
         "        return tokens[: next(ends, len(tokens))]\n",
         "        return tokens if ends else []\n",

@@ -76,7 +76,7 @@ def _properties(evidence: Evidence) -> Iterator[Property]:
             before=answers.alone,
             after=answers.exchange.again,
             wanted=answers.exchange.other,
-            defects=[found.line() for found in evidence.reloaded.defects]
+            defects=[found.line() for found in evidence.reloaded.problems]
             if evidence.reloaded
             else (),
         )

@@ -1,5 +1,6 @@
 """Each token of each answer of a batch, whenever it was asked, after the engine's own tokens before
-it is what an independent reference in fp64 with that request's adapter says."""
+it is what an independent reference in fp64 with that request's adapter says. Where a case asks for
+probabilities, each token has the one that the reference gives it."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def _judged(evidence: Evidence) -> Judgement:
     name, report = OracleName.TOKENS, evidence.report
     metrics = {
         "tokens": float(report.tokens),
+        "logprob_noise": report.logprob_noise,
         "near_ties": float(report.near_ties),
         "noise": report.noise,
         "equal_texts": float(report.matches),
@@ -44,12 +46,7 @@ def _judged(evidence: Evidence) -> Judgement:
 
 def _defective(evidence: Evidence) -> Judgement:
     """All defects are told; the first one is the place."""
-    report = evidence.report
-    defect, gaps = report.defects[0], [found.gap for found in report.defects]
-    metrics = {"defects": float(len(report.defects))}
-    # a finding lists an error of tokens, not tokens that are missing, superfluous or none at all
-    if _has_all_tokens(evidence) and None not in gaps:
-        metrics |= {"error": max(gap for gap in gaps if gap is not None), "allowed": report.noise}
+    first, metrics = evidence.report.problems[0], _errors(evidence)
     return Judgement(
         OracleName.TOKENS,
         Verdict.FAIL,
@@ -57,16 +54,33 @@ def _defective(evidence: Evidence) -> Judgement:
         "\n".join((*_lines(evidence), evidence.bisection)).rstrip(),
         metrics,
         where={
-            "request": defect.request,
-            "adapter": defect.adapter or BASE,
-            "token": defect.position,
+            "request": first.request,
+            "adapter": first.adapter or BASE,
+            "token": first.position,
         },
     )
 
 
+def _errors(evidence: Evidence) -> dict[str, float]:
+    """A finding lists an error of tokens, not tokens that are missing, superfluous or none at all,
+    and not probabilities of tokens that are right."""
+    report = evidence.report
+    if not report.defects:
+        wrong = report.wrong_logprobs
+        return {
+            "wrong_logprobs": float(len(wrong)),
+            "logprob_error": max(one.worst for one in wrong),
+            "logprob_noise": report.logprob_noise,
+        }
+    metrics, gaps = {"defects": float(len(report.defects))}, [one.gap for one in report.defects]
+    if _has_all_tokens(evidence) and None not in gaps:
+        metrics |= {"error": max(gap for gap in gaps if gap is not None), "allowed": report.noise}
+    return metrics
+
+
 def _lines(evidence: Evidence) -> Iterator[str]:
     when = f"{evidence.when}: " if evidence.when else ""
-    for found in evidence.report.defects:
+    for found in evidence.report.problems:
         yield when + found.line()
 
 

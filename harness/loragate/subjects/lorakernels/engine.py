@@ -17,7 +17,7 @@ from loragate.engine.bisection import traced
 from loragate.engine.launch_counts import LaunchCounts
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
-from loragate.matrix.engine_case import Graphs, Speculation
+from loragate.matrix.engine_case import Graphs, Logprobs, Speculation
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.runtime import interpreter
@@ -35,6 +35,7 @@ class ServingEngine:
 
     def __init__(self, order: EngineOrder) -> None:
         case, self._launches = order.case, _LaunchCounter()
+        self._case = case
         drafts = _NUM_DRAFTS if case.speculation is not Speculation.NONE else 0
         sizes = range(1, order.max_requests + 1) if case.graphs is Graphs.FULL_DECODE else ()
         self._decoder = Decoder(
@@ -109,7 +110,10 @@ class ServingEngine:
     def _decoded(self, requests: Sequence[Request]) -> list[Completion]:
         most = max(request.new_tokens for request in requests)
         config = GenerationConfig(max_new_tokens=most, eos_token_id=[])
-        generation = Generation(self._decoder, config, drafter=self._drafter)
+        wants_logprobs = self._case.logprobs is Logprobs.ON
+        generation = Generation(
+            self._decoder, config, drafter=self._drafter, logprobs=wants_logprobs
+        )
         numbers = [generation.add(Served(r.prompt, r.adapter)) for r in requests]
         while generation.step():
             pass
@@ -118,9 +122,16 @@ class ServingEngine:
             verified=generation.drafts.accepted + generation.drafts.rejected,
         )
         return [
-            Completion(tuple(generation.answers[number][: request.new_tokens]))
+            _completion(generation, number, request)
             for number, request in zip(numbers, requests, strict=True)
         ]
+
+
+def _completion(generation: Generation, number: int, request: Request) -> Completion:
+    """All requests were given as many tokens as the longest one."""
+    count, logprobs = request.new_tokens, generation.logprobs.get(number)
+    tokens = tuple(generation.answers[number][:count])
+    return Completion(tokens, None if logprobs is None else tuple(logprobs[:count]))
 
 
 def _waves(requests: Sequence[Request], slots: int) -> Iterator[list[int]]:

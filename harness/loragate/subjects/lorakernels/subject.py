@@ -41,7 +41,15 @@ from loragate.matrix.case import (
     Site,
     Streams,
 )
-from loragate.matrix.engine_case import Active, Graphs, Model, Speculation, Targets, Weights
+from loragate.matrix.engine_case import (
+    Active,
+    Graphs,
+    Logprobs,
+    Model,
+    Speculation,
+    Targets,
+    Weights,
+)
 from loragate.protocol import (
     AnyInstance,
     BaseExperts,
@@ -118,6 +126,7 @@ class LoraKernelsSubject:
                 else frozenset({Graphs.NONE, Graphs.FULL_DECODE}),
                 "active": frozenset(Active),
                 "targets": frozenset(Targets),
+                "logprobs": frozenset(Logprobs),
                 "weights": frozenset(Weights),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place

@@ -75,6 +75,7 @@ class TransformersEngine:
     @torch.no_grad()
     def _answered(self, request: Request) -> Completion:
         ids = torch.tensor([request.prompt], device=self._device)
+        wants_logprobs = self._case.logprobs is Logprobs.ON
         with self._speaking(request.adapter):
             out = self._model.generate(
                 ids,
@@ -82,7 +83,7 @@ class TransformersEngine:
                 do_sample=False,
                 max_new_tokens=request.new_tokens,
                 min_new_tokens=request.new_tokens,
-                output_logits=self._case.logprobs is Logprobs.ON,
+                output_logits=wants_logprobs,
                 return_dict_in_generate=True,
                 **self._drafts(),
             )
@@ -90,7 +91,7 @@ class TransformersEngine:
         # the first pass has the prompt, and each gives a token beside the drafts that were right
         self._verified -= len(request.prompt) - 1
         self._accepted += len(tokens)
-        return Completion(tokens)
+        return Completion(tokens, _logprobs(out.logits, tokens) if wants_logprobs else None)
 
     def _speaking(self, adapter: str | None) -> AbstractContextManager[None]:
         if adapter is not None:
@@ -111,6 +112,12 @@ class TransformersEngine:
         """A pass over a token and the drafts behind it, or over a prompt."""
         self._verified += options["input_ids"].shape[1] - 1
         self._accepted -= 1
+
+
+def _logprobs(logits: Sequence[Tensor], tokens: Sequence[int]) -> tuple[float, ...]:
+    """logits: [1, vocabulary] for each token."""
+    own = zip(logits, tokens, strict=True)
+    return tuple(float(place[0].float().log_softmax(-1)[token]) for place, token in own)
 
 
 def _model(folder: Path, device: str) -> Any:

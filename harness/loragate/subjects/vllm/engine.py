@@ -63,13 +63,13 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         from vllm import SamplingParams
 
-        logprobs = 1 if self._case.logprobs is Logprobs.ON else None
+        wants_logprobs = self._case.logprobs is Logprobs.ON
         parameters = [
             SamplingParams(
                 temperature=0.0,
                 max_tokens=request.new_tokens,
                 ignore_eos=True,
-                logprobs=logprobs,
+                logprobs=1 if wants_logprobs else None,
                 detokenize=False,
             )
             for request in requests
@@ -80,7 +80,7 @@ class VllmEngine:
             lora_request=[self._asked(r.adapter) if r.adapter else None for r in requests],
             use_tqdm=False,
         )
-        return [Completion(tuple(output.outputs[0].token_ids)) for output in outputs]
+        return [completion(output.outputs[0], with_logprobs=wants_logprobs) for output in outputs]
 
     def counts(self) -> EngineCounts:
         counters = {m.name: m.value for m in self._llm.get_metrics() if hasattr(m, "value")}
@@ -112,6 +112,16 @@ class VllmEngine:
             lora_path=str(self._folders[name]),
             load_inplace=load_inplace,
         )
+
+
+def completion(output: Any, *, with_logprobs: bool) -> Completion:
+    """Of a CompletionOutput of vLLM."""
+    tokens = tuple(output.token_ids)
+    if not with_logprobs:
+        return Completion(tokens)
+    # of each place those of the token and of the most likely one
+    given = zip(output.logprobs, tokens, strict=True)
+    return Completion(tokens, tuple(float(place[token].logprob) for place, token in given))
 
 
 def _launches(worker: object) -> tuple[int, int]:
