@@ -24,6 +24,8 @@ from lorakernels.integrations.vllm import (  # noqa: E402
 )
 from lorakernels.integrations.vllm.contract import SEAMS, WRAPPER, check_version  # noqa: E402
 from lorakernels.integrations.vllm.declaration import DECLARATION  # noqa: E402
+from lorakernels.integrations.vllm.tables import StepTables  # noqa: E402
+from lorakernels.runtime.options import BATCH_INVARIANT  # noqa: E402
 
 OURS = "lorakernels.integrations.vllm.wrapper.LoraKernelsWrapper"
 
@@ -249,16 +251,32 @@ def test_a_configuration_with_lora_has_another_key_of_compiled_graphs(
     assert config.compute_hash() == stock
 
 
-def test_the_factor_of_compiled_graphs_follows_the_source(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+@pytest.mark.parametrize("module", ["integrations/vllm/registration.py", "runtime/tuning.py"])
+def test_the_factor_of_compiled_graphs_follows_the_source_of_the_package(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    source = tmp_path / "registration.py"
-    monkeypatch.setattr(registration, "__file__", str(source))
+    own = tmp_path / "integrations" / "vllm" / "registration.py"
+    monkeypatch.setattr(registration, "__file__", str(own))
+    source = tmp_path / module
+    source.parent.mkdir(parents=True)
     factors = []
     for text in ("one", "two"):
         source.write_text(text)
         factors.append(registration.compile_factor())
     assert factors[0] != factors[1]
+
+
+def test_graphs_with_other_numbers_of_tables_have_other_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = set()
+    for value in ("0", "1"):
+        monkeypatch.setenv(BATCH_INVARIANT, value)
+        tables = StepTables(max_tokens=8192, max_slots=2, device="cpu").tensors
+        found.add((len(tables), registration.compile_factor()))
+    (few, one), (many, other) = sorted(found)
+    assert few < many
+    assert one != other
 
 
 def test_a_layer_is_adopted_when_it_gets_our_wrapper_and_not_otherwise(

@@ -25,6 +25,7 @@ from lorakernels.integrations.vllm.contract import (
 )
 from lorakernels.integrations.vllm.declaration import DECLARATION
 from lorakernels.integrations.vllm.methods import LoraKernelsMethods
+from lorakernels.runtime.options import batch_invariant
 
 __all__ = ["SWITCH", "UnsupportedVllmError", "register"]
 
@@ -71,9 +72,10 @@ def let_layers_adopt() -> None:
 
 def compile_factor() -> str:
     """What vLLM's caches of compiled graphs must depend on: a graph holds calls of our operators
-    with the arguments that these modules give them."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    with the arguments that this package gives them. How many tables a mapping has among these
+    follows from the option, too."""
+    digest = hashlib.sha256(str(batch_invariant()).encode())
+    for source in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
