@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from loragate.core.machine import select_interpreter
 
@@ -25,7 +26,7 @@ from lorakernels.integrations.vllm import (  # noqa: E402
 from lorakernels.integrations.vllm.contract import SEAMS, WRAPPER, check_version  # noqa: E402
 from lorakernels.integrations.vllm.declaration import DECLARATION  # noqa: E402
 from lorakernels.integrations.vllm.tables import StepTables  # noqa: E402
-from lorakernels.runtime.options import BATCH_INVARIANT  # noqa: E402
+from lorakernels.runtime.options import BATCH_INVARIANT, batch_invariant  # noqa: E402
 
 OURS = "lorakernels.integrations.vllm.wrapper.LoraKernelsWrapper"
 
@@ -266,6 +267,37 @@ def test_the_factor_of_compiled_graphs_follows_the_source_of_the_package(
     assert factors[0] != factors[1]
 
 
+@pytest.mark.parametrize(
+    ("vllms", "own", "taken"),
+    [("1", None, True), ("0", None, False), (None, None, False), ("1", "0", False)],
+)
+def test_vllms_promise_of_the_same_bits_in_any_batch_is_kept_unless_the_user_says_otherwise(
+    package: Package,
+    monkeypatch: pytest.MonkeyPatch,
+    vllms: str | None,
+    own: str | None,
+    taken: bool,
+) -> None:
+    for name, value in ((registration.VLLMS_BATCH_INVARIANT, vllms), (BATCH_INVARIANT, own)):
+        # so that what registration sets is taken back
+        monkeypatch.setenv(name, value or "0")
+        if value is None:
+            monkeypatch.delenv(name)
+    register()
+    assert batch_invariant() is taken
+
+
+def test_a_plug_in_that_is_switched_off_sets_no_option(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BATCH_INVARIANT, "0")
+    monkeypatch.delenv(BATCH_INVARIANT)
+    monkeypatch.setenv(registration.VLLMS_BATCH_INVARIANT, "1")
+    monkeypatch.setenv(registration.SWITCH, "0")
+    register()
+    assert not batch_invariant()
+
+
 def test_graphs_with_other_numbers_of_tables_have_other_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,8 +329,11 @@ def test_a_layer_is_adopted_when_it_gets_our_wrapper_and_not_otherwise(
 
 def test_a_dummy_run_declares_its_adapters(package: Package) -> None:
     register()
-    with package.runner().maybe_select_dummy_loras(None, 3, num_active_loras=0):
-        assert DECLARATION.without_adapters
+    flag = torch.tensor([False])
+    for adapters in (0, 2):
+        with package.runner().maybe_select_dummy_loras(None, 3, num_active_loras=adapters):
+            DECLARATION.mapping_installed(flag)
+            assert DECLARATION.without_adapters(flag) is (adapters == 0)
 
 
 def test_importing_the_package_imports_no_vllm() -> None:

@@ -25,11 +25,12 @@ from lorakernels.integrations.vllm.contract import (
 )
 from lorakernels.integrations.vllm.declaration import DECLARATION
 from lorakernels.integrations.vllm.methods import LoraKernelsMethods
-from lorakernels.runtime.options import batch_invariant
+from lorakernels.runtime.options import BATCH_INVARIANT, batch_invariant
 
 __all__ = ["SWITCH", "UnsupportedVllmError", "register"]
 
 SWITCH = "LORAKERNELS_VLLM"
+VLLMS_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 _OURS = "lorakernels.integrations.vllm.wrapper.LoraKernelsWrapper"
 
 
@@ -53,6 +54,7 @@ def register() -> None:
             f"{SWITCH}=0 leaves it in place"
         )
     let_layers_adopt()
+    _keep_vllms_promise()
     runner = import_module("vllm.v1.worker.lora_model_runner_mixin").LoRAModelRunnerMixin
     runner.maybe_select_dummy_loras = _declaring(runner.maybe_select_dummy_loras)
     config = import_module("vllm.config.vllm").VllmConfig
@@ -85,6 +87,13 @@ def _is_on() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 0 or 1 (got {value!r})")
     return value == "1"
+
+
+def _keep_vllms_promise() -> None:
+    """vLLM's option for the same bits in a batch of any size holds for its own kernels of LoRA, so
+    it must hold for these, unless the user has said otherwise."""
+    if int(os.environ.get(VLLMS_BATCH_INVARIANT, "0")):
+        os.environ.setdefault(BATCH_INVARIANT, "1")
 
 
 def _adopting(inner: Callable[..., None]) -> Callable[..., None]:
