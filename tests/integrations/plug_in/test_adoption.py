@@ -165,6 +165,14 @@ def scores_of_a_router(kit: Any) -> Any:
     return layer
 
 
+def linear_of(kit: Any, params_dtype: torch.dtype, out_dtype: torch.dtype | None) -> Any:
+    """As some routers and the heads of classifiers, whose weights alone are of a higher precision:
+    ernie45_moe.py and adapters.py of vLLM 0.26."""
+    layer = kit.linear("ReplicatedLinearWithLoRA", (8,))
+    layer.base_layer = SimpleNamespace(params_dtype=params_dtype, out_dtype=out_dtype)
+    return layer
+
+
 def logits_of(kit: Any, head_dtype: torch.dtype | None) -> Any:
     layer = kit.linear("LogitsProcessorWithLoRA", (8,))
     layer.lora_a_stacked, layer.lora_b_stacked = layer.lora_a_stacked[0], layer.lora_b_stacked[0]
@@ -180,6 +188,21 @@ def test_outputs_of_the_dtype_of_the_adapters_are_served(
     router = scores_of_a_router(kit)
     router.base_layer.out_dtype = head_dtype
     assert refusal(router) is None
+
+
+@pytest.mark.parametrize(
+    ("params_dtype", "out_dtype", "reason"),
+    [
+        (torch.float32, None, None),
+        (torch.float64, None, "outputs of torch.float64"),
+        (torch.float64, torch.float32, None),
+        (torch.float32, torch.float64, "outputs of torch.float64"),
+    ],
+)
+def test_outputs_are_of_the_dtype_of_the_weights_where_a_layer_says_nothing_else(
+    kit: Any, params_dtype: torch.dtype, out_dtype: torch.dtype | None, reason: str | None
+) -> None:
+    assert refusal(linear_of(kit, params_dtype, out_dtype)) == reason
 
 
 def adapters_of_bytes(kit: Any) -> Any:
@@ -200,6 +223,7 @@ def many_slices(kit: Any) -> Any:
         (experts_elsewhere, "expert parallel"),
         (experts_of_data_parallel_ranks, "rows of other data parallel ranks"),
         (scores_of_a_router, "outputs of torch.float64"),
+        (lambda kit: linear_of(kit, torch.float64, None), "outputs of torch.float64"),
         (lambda kit: logits_of(kit, torch.float64), "outputs of torch.float64"),
         (adapters_of_bytes, "adapters of torch.int8"),
         (lambda kit: kit.linear("ColumnParallelLinearWithShardedLoRA"), "of no known class"),

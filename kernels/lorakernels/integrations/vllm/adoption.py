@@ -118,10 +118,12 @@ def _refusal_of_output(layer: Any) -> str | None:
     """vLLM computes the scores of some routers, and logits if it is told to, in a higher precision
     than that of the adapters."""
     base = getattr(layer, "base_layer", None)
-    for name in ("out_dtype", "head_dtype"):
+    # a layer that says nothing of its outputs gives those of its weights
+    for name in ("out_dtype", "head_dtype", "params_dtype"):
         dtype = getattr(base, name, None)
-        if dtype not in (None, layer.lora_a_stacked[0].dtype):
-            return f"outputs of {dtype}"
+        if dtype is not None:
+            is_ours = dtype == layer.lora_a_stacked[0].dtype
+            return None if is_ours else f"outputs of {dtype}"
     return None
 
 
