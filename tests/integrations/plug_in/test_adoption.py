@@ -21,6 +21,7 @@ from lorakernels.integrations.vllm.adoption import (  # noqa: E402
     MAX_SLICES,
     adopt,
     refusal,
+    refusal_of_server,
 )
 
 
@@ -244,6 +245,20 @@ def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
     assert wrapper.token_lora_indices.tolist() == [0, -1]
     wrapper.add_lora_linear()
     assert plain.wrapper.own_calls == ["linear"]
+
+
+def test_no_layer_is_served_where_graphs_get_fewer_rows_than_their_capture_mapped(
+    plain: Any, kit: Any
+) -> None:
+    cache = SimpleNamespace(kv_sharing_fast_prefill=True)
+    plain.wrapper.refusal = refusal_of_server(SimpleNamespace(cache_config=cache))
+    for layer in (kit.linear("QKVParallelLinearWithLoRA"), kit.experts()):
+        assert type(adopt(layer, plain.wrapper)) is kit.wrapper
+    reason = "(KV sharing with fast prefill)"
+    assert plain.wrapper.adoption.summary() == (
+        "lorakernels serves no layer. vLLM's kernels serve "
+        f"1 FusedMoEWithLoRA {reason}; 1 QKVParallelLinearWithLoRA {reason}."
+    )
 
 
 def not_served(kit: Any, server: Any) -> Any:

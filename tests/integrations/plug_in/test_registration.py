@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -250,6 +252,38 @@ def test_a_configuration_with_lora_has_another_key_of_compiled_graphs(
     assert config.compute_hash() not in (ours, stock)
     config.lora_config = None
     assert config.compute_hash() == stock
+
+
+def test_graphs_of_servers_whose_layers_all_keep_vllms_kernels_have_another_key(
+    package: Package,
+) -> None:
+    register()
+    config = package.config()
+    config.lora_config = object()
+    found = set()
+    for is_fast in (False, True):
+        config.cache_config = SimpleNamespace(kv_sharing_fast_prefill=is_fast)
+        found.add(config.compute_hash())
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("is_fast", [False, True, None])
+def test_the_wrapper_asks_the_configuration_whether_all_layers_keep_vllms_kernels(
+    package: Package, monkeypatch: pytest.MonkeyPatch, kit: Any, is_fast: bool | None
+) -> None:
+    cache = SimpleNamespace(kv_sharing_fast_prefill=is_fast)
+    # a test of one layer has none
+    config = None if is_fast is None else SimpleNamespace(cache_config=cache)
+    module = package.modules["vllm.config.vllm"]
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
+    gpu = package.modules["vllm.lora.punica_wrapper.punica_gpu"]
+    monkeypatch.setattr(gpu, "PunicaWrapperGPU", kit.wrapper)
+    # a module that is imported would keep what this test gave it
+    source = Path(registration.__file__).with_name("wrapper.py")
+    wrapper: Any = runpy.run_path(str(source))["LoraKernelsWrapper"]
+    sizes = SimpleNamespace(max_loras=2, max_lora_rank=4)
+    made = wrapper(8, 8, "cpu", lora_config=sizes)
+    assert (made.refusal is not None) is bool(is_fast)
 
 
 @pytest.mark.parametrize("module", ["integrations/vllm/registration.py", "runtime/tuning.py"])

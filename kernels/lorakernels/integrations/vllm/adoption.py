@@ -73,7 +73,7 @@ class Adoption:
 def adopt(layer: Any, wrapper: Any) -> Any:
     """Prepare a layer of vLLM for a wrapper with LoraKernelsMethods; the wrapper that the layer
     must use: this one, or vLLM's own where the layer is not adopted."""
-    reason = refusal(layer)
+    reason = wrapper.refusal or refusal(layer)
     wrapper.adoption.note(layer, reason)
     if reason is not None:
         return wrapper.stock
@@ -84,6 +84,18 @@ def adopt(layer: Any, wrapper: Any) -> Any:
             layer.lora_a_stacked, layer.lora_b_stacked
         )
     return wrapper
+
+
+def refusal_of_server(config: Any) -> str | None:
+    """Why all layers keep vLLM's kernels, or None. config: a VllmConfig, or None where a wrapper is
+    made without one."""
+    cache = getattr(config, "cache_config", None)
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        # the later layers get the last rows of requests, in graphs that were captured while no more
+        # rows were mapped than they have (`fast_prefill_forward` of gemma4.py); a replay would read
+        # and write the other mapped rows behind them
+        return "KV sharing with fast prefill"
+    return None
 
 
 def refusal(layer: Any) -> str | None:

@@ -90,6 +90,7 @@ SEAMS = (
         "(self, include_version=True)",
     ),
     # called or read
+    _seam("vllm.config.vllm", "get_current_vllm_config_or_none", "()"),
     _seam("vllm.lora.punica_wrapper.punica_selector", "get_punica_wrapper", "(*args, **kwargs)"),
     _seam(_BASE, "PunicaWrapperBase.token_lora_indices", "(self)"),
     _seam(_BASE, "PunicaWrapperBase.sampler_indices", "(self)"),

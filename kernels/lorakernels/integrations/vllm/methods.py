@@ -25,7 +25,9 @@ from lorakernels.runtime.streams import is_capturing
 
 class LoraKernelsMethods:
     """Goes before `PunicaWrapperGPU` among the bases of a class. Serves the layers that
-    `adoption.adopt` has adopted; others must get `stock`."""
+    `adoption.adopt` has adopted; others must get `stock`. refusal: why all must, or None."""
+
+    refusal: str | None = None
 
     def __init__(
         self,

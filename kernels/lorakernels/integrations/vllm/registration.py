@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lorakernels.integrations.vllm.adoption import LOGGER, adopt
+from lorakernels.integrations.vllm.adoption import LOGGER, adopt, refusal_of_server
 from lorakernels.integrations.vllm.contract import (
     WRAPPER,
     UnsupportedVllmError,
@@ -133,7 +133,8 @@ def _with_factor(inner: Callable[..., str]) -> Callable[..., str]:
         found = inner(self, *args, **kwargs)
         if self.lora_config is None:
             return found
-        digest = hashlib.sha256(f"{found} {compile_factor()}".encode())
+        factors = f"{found} {compile_factor()} {refusal_of_server(self)}"
+        digest = hashlib.sha256(factors.encode())
         return digest.hexdigest()[: len(found)]
 
     return compute_hash
