@@ -286,19 +286,34 @@ def test_the_wrapper_asks_the_configuration_whether_all_layers_keep_vllms_kernel
     assert (made.refusal is not None) is bool(is_fast)
 
 
-@pytest.mark.parametrize("module", ["integrations/vllm/registration.py", "runtime/tuning.py"])
-def test_the_factor_of_compiled_graphs_follows_the_source_of_the_package(
-    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    own = tmp_path / "integrations" / "vllm" / "registration.py"
+def factors_of_two_sources(
+    module: str, monkeypatch: pytest.MonkeyPatch, package: Path
+) -> list[str]:
+    """The factors of a package before and after one of its modules has changed."""
+    own = package / "integrations" / "vllm" / "registration.py"
     monkeypatch.setattr(registration, "__file__", str(own))
-    source = tmp_path / module
+    source = package / module
     source.parent.mkdir(parents=True)
     factors = []
     for text in ("one", "two"):
         source.write_text(text)
         factors.append(registration.compile_factor())
-    assert factors[0] != factors[1]
+    return factors
+
+
+def test_the_factor_of_compiled_graphs_follows_the_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = "integrations/vllm/registration.py"
+    before, after = factors_of_two_sources(module, monkeypatch, tmp_path)
+    assert before != after
+
+
+def test_the_factor_of_compiled_graphs_follows_all_modules_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before, after = factors_of_two_sources("runtime/tuning.py", monkeypatch, tmp_path)
+    assert before != after
 
 
 @pytest.mark.parametrize(
