@@ -247,18 +247,33 @@ def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
     assert plain.wrapper.own_calls == ["linear"]
 
 
-def test_no_layer_is_served_where_graphs_get_fewer_rows_than_their_capture_mapped(
-    plain: Any, kit: Any
+FAST_PREFILL = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
+MICROBATCHES = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(FAST_PREFILL, "KV sharing with fast prefill"), (MICROBATCHES, "microbatches")],
+)
+def test_no_layer_is_served_where_layers_get_other_rows_than_the_first_ones_that_are_mapped(
+    plain: Any, kit: Any, config: Any, reason: str
 ) -> None:
-    cache = SimpleNamespace(kv_sharing_fast_prefill=True)
-    plain.wrapper.refusal = refusal_of_server(SimpleNamespace(cache_config=cache))
+    plain.wrapper.refusal = refusal_of_server(config)
     for layer in (kit.linear("QKVParallelLinearWithLoRA"), kit.experts()):
         assert type(adopt(layer, plain.wrapper)) is kit.wrapper
-    reason = "(KV sharing with fast prefill)"
     assert plain.wrapper.adoption.summary() == (
         "lorakernels serves no layer. vLLM's kernels serve "
-        f"1 FusedMoEWithLoRA {reason}; 1 QKVParallelLinearWithLoRA {reason}."
+        f"1 FusedMoEWithLoRA ({reason}); 1 QKVParallelLinearWithLoRA ({reason})."
     )
+
+
+def test_the_layers_of_other_servers_are_looked_at_one_by_one() -> None:
+    plain_server = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+    )
+    assert refusal_of_server(plain_server) is None
+    assert refusal_of_server(None) is None
 
 
 def not_served(kit: Any, server: Any) -> Any:

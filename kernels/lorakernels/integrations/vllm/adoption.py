@@ -95,6 +95,9 @@ def refusal_of_server(config: Any) -> str | None:
         # rows were mapped than they have (`fast_prefill_forward` of gemma4.py); a replay would read
         # and write the other mapped rows behind them
         return "KV sharing with fast prefill"
+    if getattr(getattr(config, "parallel_config", None), "use_ubatching", False):
+        # each of them has rows of its own, and the mapping is that of all
+        return "microbatches"
     return None
 
 
