@@ -49,14 +49,19 @@ class GraphPool:
         current = self._module.current_stream(self._device)
         # as torch requires it, the warm-up runs on the stream of the capture
         self._stream.wait_stream(current)
-        with self._module.stream(self._stream):
-            for _ in range(warm_ups):
-                call()
-        current.wait_stream(self._stream)
+        try:
+            with self._module.stream(self._stream):
+                for _ in range(warm_ups):
+                    call()
+        finally:
+            # also where a call raises: what it has queued writes the buffers of the next step
+            current.wait_stream(self._stream)
         self._module.synchronize(self._device)
         graph = self._module.CUDAGraph()
         recording = self._module.graph(graph, pool=self._handle, stream=self._stream)
-        with _uncollected(), recording:
+        # torch leaves the stream of a capture the current one where the capture cannot be ended,
+        # as after an operation that none can hold
+        with _uncollected(), self._module.stream(current), recording:
             result = call()
         return Captured(graph, result)
 
