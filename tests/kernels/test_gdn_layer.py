@@ -485,3 +485,11 @@ def test_each_form_gives_the_same_bits_again_on_a_gpu_and_in_its_graphs(
     run_compiled: Callable[[str], None],
 ) -> None:
     run_compiled(ON_A_GPU)
+
+
+def test_autocast_changes_no_form() -> None:
+    x, modules = randn(len(ROWS), K, seed=7), MODULES["grouped"]
+    for form in (None, *GDNForm):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = serve(layer(modules), x, form=form)
+        assert all(map(torch.equal, found, serve(layer(modules), x, form=form)))

@@ -208,3 +208,26 @@ def test_an_operator_may_be_registered_again() -> None:
         out = torch.ones(2)
         torch.ops.lorakernels.test_again(out)
         assert out.tolist() == [by, by]
+
+
+@register_operator("test_product", mutates=(), fake=lambda x, y: x.new_empty(x.shape[0], 2))
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_autocast_does_not_change_what_an_operator_returns(backend: str | None) -> None:
+    # 257 is no number of bf16
+    x, y = torch.full((3, 1), 257.0, requires_grad=backend is None), torch.ones(1, 2)
+
+    def step(x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.lorakernels.test_product(x, y)
+        return result
+
+    run = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = run(x)
+        # only within the operator
+        assert (x @ y).dtype is torch.bfloat16
+    assert result.dtype is torch.float32
+    assert result.tolist() == [[257, 257]] * 3

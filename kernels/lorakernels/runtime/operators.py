@@ -5,8 +5,8 @@ They are registered with the dispatcher itself. `torch.library.custom_op` would 
 functions of Python around each call, and they take as long as all else that the host does for a
 launch; in a step that no graph replays, the device may wait for the host. What these functions are
 for is done here as well: torch's compiler does not look into an operator, nothing in it is recorded
-for gradients, whoever saved what it writes for a gradient learns of the change, and `backward`
-through what it returns raises.
+for gradients or cast by `torch.autocast`, whoever saved what it writes for a gradient learns of the
+change, and `backward` through what it returns raises.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _Operator: TypeAlias = Callable[_Operands, _Result]
 # have no annotations
 _library: Any = torch.library.Library
 _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+_disable_autocast: Any = torch._C._DisableAutocast
 # by operator: one that is registered again, such as of a module that is loaded again, replaces it
 _LIBRARIES: dict[str, Any] = {}
 
@@ -49,6 +50,8 @@ def register_operator(
         library.impl(name, kernel, "CompositeExplicitAutograd")
         if fake is not None:
             library.impl(name, _disable_dynamo(_recorded_of(name)), "Autograd")
+        for device in ("CPU", "CUDA"):
+            library.impl(name, _disable_dynamo(_uncast_of(name)), f"Autocast{device}")
         torch.library.register_fake(f"lorakernels::{name}", fake or _write_nothing, lib=library)
         return function
 
@@ -92,6 +95,17 @@ def _recorded_of(name: str) -> Callable[..., Tensor]:
         return noted
 
     return recorded
+
+
+def _uncast_of(name: str) -> Callable[..., Any]:
+    """An operator for callers within `torch.autocast`: a product in it would be of another dtype
+    than `fake` says, or not, as the form of a batch has it."""
+
+    def uncast(*operands: Any) -> Any:
+        with _disable_autocast():
+            return getattr(torch.ops.lorakernels, name)(*operands)
+
+    return uncast
 
 
 def _tensors_of(operands: Sequence[Any]) -> Iterator[Tensor]:
