@@ -145,6 +145,27 @@ def test_a_stream_that_is_handed_out_twice_is_not_used_twice(recorded_streams: A
     }
 
 
+def test_more_branches_than_torch_has_streams_share_them(recorded_streams: Any) -> None:
+    pool = [recorded_streams.Stream(CPU, 0) for _ in range(32)]
+    # in turn, as torch hands them out; further ones would be new
+    recorded_streams.drawn = pool * 40
+    numbers: list[int] = []
+
+    def main() -> None:
+        for _ in range(40):
+            fork_join(CPU, nothing, work)
+
+    def work() -> None:
+        numbers.append(branch())
+        recorded_streams.note("work")
+
+    fork_join(CPU, main, work)
+    assert numbers == list(range(1, 42))
+    runs = [line.split()[0] for line in recorded_streams.log if "runs" in line]
+    assert len(set(runs[:32])) == 32
+    assert set(runs) == {stream.name for stream in pool}
+
+
 @pytest.mark.parametrize("where", ["main", "first side", "second side"])
 def test_what_was_forked_is_waited_for_where_a_part_raises(
     recorded_streams: Any, where: str

@@ -13,8 +13,9 @@ leave it.
 
 Branches. Within an outermost fork each side is a branch with a number of its own, however deep it
 is nested; branch 0 is the rest. The number decides which stream a side runs on and which part of a
-workspace it may use, so that no two branches in flight share either of them. Outermost forks of
-one stream reuse the numbers: they run one after the other. Buffers of which there is only one are
+workspace it may use, so that no two branches in flight share either of them; only where all streams
+that torch has are in use, further branches share them, one after the other. Outermost forks of one
+stream reuse the numbers: they run one after the other. Buffers of which there is only one are
 claimed by the part of a fork that writes them, and refused to its other parts.
 """
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 # the work of a side is short and is waited for: its blocks go first
 _PRIORITY = -1
+# torch hands out 32 streams of a priority in turn
+_MOST_STREAMS = 32
 
 
 def stream_module(device: torch.device) -> Any | None:
@@ -154,9 +157,14 @@ def _open_branch(module: Any, device: torch.device, tree: _Tree) -> tuple[int, A
     number = len(tree.streams)
     key = (module, device, tree.streams[0], number)
     stream = _SIDES.get(key)
+    drawn = 0
     while stream is None or stream in tree.streams:
+        if drawn == _MOST_STREAMS:
+            # all of them are in use
+            break
         # torch hands out a limited number of streams in turn, and would serialise two that are one
         stream = module.Stream(device=device, priority=_PRIORITY)
+        drawn += 1
     _SIDES[key] = stream
     tree.streams.append(stream)
     return number, stream
