@@ -81,6 +81,22 @@ def test_rows_of_zeros_and_of_the_smallest_values_are_quantised(dtype: torch.dty
     torch.testing.assert_close(found, x.float(), rtol=0.1, atol=0)
 
 
+# columns that lie one behind the other, rows of a wider tensor, and a single row of each
+@pytest.mark.parametrize("strides", [(1, 5), (1, 1), (40, 1), (32, 2), (0, 1)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_are_quantised_into_what_a_product_of_8_bits_takes_whatever_their_strides_are(
+    strides: tuple[int, int], rows: int
+) -> None:
+    x = randn(32 * 40, seed=3).as_strided((rows, 16), strides)
+    found, wanted = quantise_rows(x), quantise_rows(x.contiguous())
+    assert found.values.stride() == (16, 1)
+    assert torch.equal(found.values.float(), wanted.values.float())
+    # torch asks the same of tensors without data as its kernel for a GPU does of others
+    scales = torch.empty(rows, 1, device="meta"), torch.empty(1, 16, device="meta")
+    weight = torch.empty(16, 16, dtype=FP8, device="meta").T
+    torch._scaled_mm(found.values.to("meta"), weight, *scales, out_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_product_of_8_bits_is_rounded_once_to_the_dtype_of_its_input(dtype: torch.dtype) -> None:
     weight = quantised(WIDE[0])

@@ -34,8 +34,10 @@ def check_8_bit(name: str, operand: Quantised) -> None:
 
 def quantise_rows(x: Tensor) -> Quantised:
     """x [rows, K] in float8_e4m3fn with one scale for each row, chosen so that the row's largest
-    value is just representable."""
+    value is just representable. The rows lie one behind the other, whatever the strides of x are:
+    products of 8 bits take no others."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     # rows that nobody reads may hold arbitrary values; NaN and Inf stay in their row
     scales = x.abs().amax(dim=1).float().clamp_min(_SMALLEST) / largest
-    return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
+    values = x.float() / scales[:, None]
+    return Quantised(values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), scales)
