@@ -57,6 +57,28 @@ def test_rows_behind_the_live_ones_are_padding_whatever_came_before(
         assert inputs.token_slots.tolist() == slots.tolist() + [-1] * (MOST - rows)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.imag(torch.ones(4, dtype=torch.complex64).conj()),
+        torch.ones(4, dtype=torch.complex64).conj(),
+        torch.ones(4).to_sparse(),
+    ],
+    ids=["negated", "conjugated", "sparse"],
+)
+def test_an_input_whose_values_are_not_in_memory_is_refused_before_any_is_written(
+    values: Tensor,
+) -> None:
+    specs = {"x": InputSpec(dtype=torch.float32), "y": InputSpec(dtype=values.dtype)}
+    inputs = StepInputs(specs, max_tokens=MOST, device="cpu")
+    ones = torch.ones(4)
+    with pytest.raises(ValueError, match="y must hold its values in memory"):
+        inputs.write(torch.zeros(4, dtype=torch.int32), {"x": ones, "y": values})
+    one = torch.zeros(1, dtype=torch.int32)
+    inputs.write(one, {"x": ones[:1], "y": ones[:1].to(values.dtype)})
+    assert inputs["x"].tolist() == inputs["y"].tolist() == [1] + [0] * (MOST - 1)
+
+
 def test_inputs_are_staged_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         inputs = made()

@@ -128,6 +128,12 @@ class StepInputs:
                     f"{name} must be {spec.dtype} {list(shape)} on cpu "
                     f"(got {tensor.dtype} {list(tensor.shape)} on {tensor.device})"
                 )
+            if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+                raise ValueError(
+                    f"{name} must hold its values in memory, one for each element, as to_dense, "
+                    f"resolve_neg and resolve_conj give them (got {tensor.layout}, "
+                    f"is_neg() {tensor.is_neg()}, is_conj() {tensor.is_conj()})"
+                )
 
     def _cut(self, block: Tensor) -> dict[str, Tensor]:
         parts, start = {}, 0
