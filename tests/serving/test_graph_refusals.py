@@ -172,6 +172,12 @@ def test_inputs_that_are_larger_than_what_was_reserved_are_refused(make_stack: A
         GraphRunner(small.step, large.inputs, small.buffers, sizes=[2])
 
 
+def test_inputs_of_another_device_than_the_buffers_are_refused(stack: Any) -> None:
+    stack.inputs.block = stack.inputs.block.to("meta")
+    with pytest.raises(ValueError, match=r"inputs must be on cpu like the buffers \(got meta\)"):
+        runner_of(stack)
+
+
 def wide_runner(stack: Any) -> GraphRunner:
     """Requests have a row each, or three."""
     return GraphRunner(

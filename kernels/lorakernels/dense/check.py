@@ -45,6 +45,14 @@ def check_rows(x: Tensor, tile_rows: Tensor) -> None:
         )
 
 
+def check_devices(x: Tensor, tile_rows: Tensor, shrunk: Tensor | None) -> None:
+    """The tables of the mapping and the workspace are on the device of x. A kernel would read those
+    of another GPU without an order between the two, or fail for good."""
+    for name, tensor in (("metadata", tile_rows), ("workspace", shrunk)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} like x and out (got {tensor.device})")
+
+
 def check_operands(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     check_layouts(x, a, b, out)
     check_apart(x, out)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.check import check_output, check_rows, check_step
+from lorakernels.dense.check import check_devices, check_output, check_rows, check_step
 from lorakernels.dense.launch import TileTables, launch_expand, launch_lookup
 from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
 from lorakernels.dense.shape import DenseShape
@@ -75,6 +75,7 @@ def _embedding_delta(
         return
     shape = shape_of_lookup(ids.shape[0], a, b.shape[1])
     view = view_shrunk(shrunk, shape, a.shape[0])
+    check_devices(out, tile_rows, view)
     slots = SlotTensors(a, b, ranks, scales)
     tiles = TileTables(tile_slots, tile_rows, num_tiles)
     pdl = supports_pdl(ids.device)

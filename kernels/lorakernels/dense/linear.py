@@ -16,7 +16,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.choices import choice_number
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.check import check_input, check_rows, check_step
+from lorakernels.dense.check import check_devices, check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of, view_shrunk
@@ -88,6 +88,7 @@ class Delta:
         check_input(x, slots.a)
         shape = shape_of(x.shape[0], slots.a, slice_widths)
         shrunk = view_shrunk(buffers, shape, slots.a.shape[0])
+        check_devices(x, tiles.tile_rows, shrunk)
         return cls(x, slots, shape, tiles, buffers, shrunk)
 
     def beside(self) -> Delta:

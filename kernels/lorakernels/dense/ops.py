@@ -18,6 +18,7 @@ from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors, device_of
 from lorakernels.dense.check import (
     check_apart,
+    check_devices,
     check_input,
     check_layouts,
     check_operands,
@@ -122,6 +123,7 @@ def shrink_in_tiles(
     check_step(x, weights, metadata)
     check_rows(x, metadata.tile_rows)
     check_input(x, weights.a)
+    check_devices(x, metadata.tile_rows, shrunk)
     shape = shape_of_batch(x.shape[0], weights)
     check_shrunk(shrunk, shape, weights.num_slots)
     launch_shrink(x, weights.tensors, shape, TileTables.of(metadata), shrunk, pdl=False)
@@ -138,6 +140,7 @@ def expand_from_tiles(
     check_rows(out, metadata.tile_rows)
     check_whole(weights.a, weights.b)
     check_output(out, weights.b)
+    check_devices(out, metadata.tile_rows, shrunk)
     shape = shape_of_batch(out.shape[0], weights)
     check_shrunk(shrunk, shape, weights.num_slots)
     launch_expand(shrunk, weights.tensors, shape, TileTables.of(metadata), out, pdl=False)
@@ -194,6 +197,7 @@ def launch_delta(
     """Both launches of a delta, for `launch_prepared`. shrunk: None allocates it. ValueError."""
     check_whole(a, b)
     check_layouts(x, a, b, out)
+    check_devices(x, tile_rows, shrunk)
     shape = shape_of(x.shape[0], a, slice_widths)
     size = plan_shrunk(shape, a.shape[0])
     if shrunk is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.check import check_operands, check_rows, check_step
+from lorakernels.dense.check import check_devices, check_operands, check_rows, check_step
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of
 from lorakernels.dense.rank_shards import RankShardedSlots, exchanged_copies
@@ -90,6 +90,7 @@ def _sharded_delta(
     collective = collective_of(group)
     shape = shape_of(x.shape[0], a, slice_widths)
     exchanging = _ExchangeBuffers.of(shrunk, shape, a.shape[0], parts=b.shape[2] // a.shape[2])
+    check_devices(x, tile_rows, exchanging.shrunk)
     slots = SlotTensors(a, b, ranks, scales)
     tiles = TileTables(tile_slots, tile_rows, num_tiles)
     launch_shrink(x, slots, shape, tiles, exchanging.shrunk, pdl=False)

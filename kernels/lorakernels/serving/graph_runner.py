@@ -61,6 +61,11 @@ class GraphRunner:
                 f"inputs may have {buffers.max_tokens} rows, as was reserved "
                 f"(got {inputs.max_tokens})"
             )
+        if inputs.block.device != buffers.batch.token_slots.device:
+            raise ValueError(
+                f"inputs must be on {buffers.batch.token_slots.device} like the buffers "
+                f"(got {inputs.block.device})"
+            )
         wide_steps = wide_steps or {}
         if wide_steps and min(wide_steps) < 2:
             raise ValueError(f"wide_steps must be from 2 rows on (got {min(wide_steps)})")
