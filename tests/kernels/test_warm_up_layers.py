@@ -16,7 +16,7 @@ from loragate.execution.specialisations import HostLaunch, noted_launches
 
 select_interpreter()
 
-from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.batch.metadata import HEIGHTS, BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import SlotWeights  # noqa: E402
@@ -25,6 +25,7 @@ from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import LoRASharding, Parallel, Slice  # noqa: E402
 from lorakernels.layers.warm_up import (  # noqa: E402
+    KernelVariant,
     LinearLayer,
     kernel_variants,
     planned_sizes,
@@ -277,3 +278,16 @@ def test_a_rank_lists_all_its_kernels_whether_it_has_a_column_more_or_less(
         return set().union(*(compiled_for(layer, x[:rows], most) for rows in sizes))
 
     assert needed([most]) <= needed(listed_rows(layer, most))
+
+
+def test_the_variants_of_each_height_of_tiles_are_those_of_all_heights_together() -> None:
+    layer = LoRALinear(torch.zeros(48, 32), slices=(Slice("q", 48),), num_slots=2, rank=4)
+    workspace = DenseWorkspace([layer.slots], max_tokens=200)
+
+    def variants(height: int | None) -> tuple[KernelVariant, ...]:
+        metadata = BatchMetadata(max_tokens=200, max_slots=2, device="cpu", height=height)
+        return kernel_variants([layer], metadata, workspace)
+
+    by_height = {height: variants(height) for height in HEIGHTS}
+    assert [{v.rows for v in found} for found in by_height.values()] == [{1}, {65}, {129}, set()]
+    assert {v for found in by_height.values() for v in found} == set(variants(None))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.batch.metadata import BatchMetadata, tile_height
 from lorakernels.common.sizes import remembered
 from lorakernels.dense.embedding import ID_TYPES, shape_of_lookup
 from lorakernels.dense.expand_plan import plan_expand
@@ -69,7 +69,8 @@ def kernel_variants(
     layers: Sequence[LinearLayer], metadata: BatchMetadata, workspace: DenseWorkspace
 ) -> tuple[KernelVariant, ...]:
     """The kernels that steps of any size up to `metadata.max_tokens` launch for the adapters of
-    these layers, each once, by the smallest batch that needs it.
+    these layers, each once, by the smallest batch that needs it. Where the tiles of `metadata` have
+    one height, steps of that height alone.
 
     Of contiguous inputs whose addresses are multiples of 16, and of the forms that the plans take,
     with a second stream if the process says so. `metadata` and `workspace` are those that the
@@ -138,6 +139,9 @@ def _launches(
     inputs, sizes = _inputs_of(layer, most), _sizes_to_run(layer, most)
     mapping = torch.zeros(most, dtype=torch.int32, device=layer.slots.a.device)
     for rows in sizes:
+        if metadata.height_of(rows) != tile_height(rows, metadata.tuning):
+            # no step has so many rows where the tiles of all steps have one height
+            continue
         metadata.prepare(mapping[:rows])
         for x in inputs:
             with noted_launches() as launches:
