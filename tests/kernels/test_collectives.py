@@ -100,6 +100,22 @@ def test_ranks_that_come_to_different_exchanges_are_refused() -> None:
         SimulatedRanks(0)
 
 
+def test_ranks_that_bring_tensors_of_different_dtypes_are_refused() -> None:
+    ranks = SimulatedRanks(2)
+
+    def call(rank: int, dtype: torch.dtype) -> Tensor:
+        total = torch.ones(2, dtype=dtype)
+        ranks.rank(rank).all_reduce(total)
+        return total
+
+    # what a process group does with them is undefined
+    with pytest.raises(ValueError, match=r"one dtype \(got \[torch.bfloat16, torch.float32\]\)"):
+        ranks.run([lambda: call(0, torch.bfloat16), lambda: call(1, torch.float32)])
+    with pytest.raises(ValueError, match="one dtype"):
+        ranks.run([lambda: call(0, torch.float32), lambda: call(1, torch.bfloat16)])
+    assert ranks.run([lambda: call(0, torch.bfloat16), lambda: call(1, torch.bfloat16)])
+
+
 def test_a_run_that_failed_behind_an_exchange_leaves_no_answers_to_the_next_one() -> None:
     ranks = SimulatedRanks(2)
 

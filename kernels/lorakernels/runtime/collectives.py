@@ -167,6 +167,9 @@ def _agreed(ranks: Sequence[_SimulatedRank]) -> list[_Part]:
     if len(parts) != len(ranks) or len({(p.kind, p.tensor.shape) for p in parts}) != 1:
         brought = [[(p.kind.name, list(p.tensor.shape)) for p in rank.brought] for rank in ranks]
         raise ValueError(f"all ranks must come to the same exchange (got {brought})")
+    dtypes = [p.tensor.dtype for p in parts]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"all ranks must bring tensors of one dtype (got {dtypes})")
     return parts
 
 
