@@ -73,7 +73,8 @@ class Sequence:
             if count:
                 fresh = _fresh_instance(trial, base, resident)
                 wanted = fresh.step(other)
-                wrong = self._compare(trial, scene, batch, result, wanted)
+                claim = f"a fresh instance ({scene.what})"
+                wrong = self._equal(trial, batch, result, wanted, claim)
                 wrong = wrong or self._surroundings(scene, own, other)
                 if scene.alone:
                     empty = [slot for slot, pool in resident.items() if pool is None]
@@ -87,14 +88,10 @@ class Sequence:
                     between = partial(_other_instance(other_layer).step, given)
         return self._written_over(results) or passed(self.name, steps=float(count + 1))
 
-    def _compare(
-        self,
-        trial: Trial,
-        scene: Scene,
-        batch: Batch,
-        result: Tensor,
-        wanted: Tensor,
+    def _equal(
+        self, trial: Trial, batch: Batch, result: Tensor, wanted: Tensor, claim: str
     ) -> Judgement | None:
+        """A FAIL if they differ, but for the sign of a zero."""
         return judge_bits(
             trial,
             batch,
@@ -102,7 +99,7 @@ class Sequence:
             wanted + 0.0,
             oracle=self.name,
             failure=Failure.STALE_STATE,
-            claim=f"a fresh instance ({scene.what})",
+            claim=claim,
         )
 
     def _alone(
@@ -115,15 +112,8 @@ class Sequence:
         rows = rows_of(tokens, len(result) // max(1, len(batch.token_slots))).to(result.device)
         mixed = result.clone()
         mixed[rows] = session.step(given)[rows]
-        return judge_bits(
-            trial,
-            batch,
-            result + 0.0,
-            mixed + 0.0,
-            oracle=self.name,
-            failure=Failure.STALE_STATE,
-            claim="a step with one of its adapters, and base rows in place of empty slots",
-        )
+        claim = "a step with one of its adapters, and base rows in place of empty slots"
+        return self._equal(trial, batch, result, mixed, claim)
 
     def _written_over(self, results: list[tuple[Tensor, Tensor]]) -> Judgement | None:
         """A FAIL if a result is not what it was when its step ended: it belongs to the caller."""
