@@ -6,14 +6,19 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 import torch
 
-from loragate.engine import process
+from loragate.core.machine import Machine
+from loragate.engine import evidence, process
+from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineError, EngineNotStarted, EngineProcess
 from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.engine_case import Requests
 
 from .small_order import ORDER
 
@@ -208,3 +213,21 @@ def test_an_engine_that_closes_its_channel_and_stays_is_ended(
     with pytest.raises(EngineError, match="closed its channel and did not end"), engine:
         engine.generate([Request((1,), "leave", 1)])
     wait_for_end(other)
+
+
+@pytest.mark.parametrize(("requests", "share"), [(Requests.TOGETHER, 1), (Requests.QUEUED, 2)])
+def test_an_engine_may_run_all_requests_of_a_batch_at_a_time_or_half_of_them(
+    monkeypatch: pytest.MonkeyPatch, requests: Requests, share: int
+) -> None:
+    orders = []
+
+    def start(target: str, order: EngineOrder, **options: object) -> NoReturn:
+        orders.append(order)
+        raise EngineNotStarted("noted")
+
+    monkeypatch.setattr(evidence, "EngineProcess", start)
+    case = Case(site=Site.ENGINE, rank=8, slots=3, dtype=Dtype.FP32, requests=requests)
+    with pytest.raises(EngineNotStarted):
+        evidence.collect("module:Engine", case, Machine("cpu", "", None, 1, 0), seed=1)
+    # the base model, three adapters, and another prompt of the last one
+    assert [order.max_requests for order in orders] == [5 // share]

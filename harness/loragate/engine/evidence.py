@@ -21,7 +21,7 @@ from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case
-from loragate.matrix.engine_case import Speculation
+from loragate.matrix.engine_case import Requests, Speculation
 
 # of the deadline of a case: what is left is for writing the checkpoint and for the judge
 _SHARE = 0.8
@@ -93,7 +93,7 @@ def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
             drafts=world.drafts,
             device=machine.device,
             max_length=world.max_length,
-            max_requests=len(world.batch),
+            max_requests=_most_at_a_time(case, len(world.batch)),
             num_adapters=len(world.adapters),
         )
         log = Path(path, "engine.log")
@@ -102,6 +102,10 @@ def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
         judge = Judge(world.model, world.adapters, dtype=world.dtype, draft=drafts)
         with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
             return examined(engine, world, judge)
+
+
+def _most_at_a_time(case: Case, requests: int) -> int:
+    return max(1, requests // 2) if case.requests is Requests.QUEUED else requests
 
 
 def examined(engine: Engine, world: World, judge: Judge) -> Evidence:

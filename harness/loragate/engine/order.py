@@ -12,8 +12,9 @@ from loragate.matrix.case import Case
 class EngineOrder:
     """`case` says how the model is served. `model` and `drafts` are folders, the latter of the
     model or the EAGLE-3 head that drafts, where the case has one; layers that draft are in that of
-    the model. A request has at most `max_length` tokens with its answer, and a batch at most
-    `max_requests`; a prompt pass may take them all at once. `device`: "cuda" or "cpu"."""
+    the model. A request has at most `max_length` tokens with its answer. At most `max_requests` run
+    at a time, and a prompt pass may take them all at once; more are asked for at once in a case of
+    queued requests. `device`: "cuda" or "cpu"."""
 
     case: Case
     model: Path

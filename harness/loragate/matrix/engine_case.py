@@ -112,6 +112,14 @@ class Logprobs(StrEnum):
     ON = "on"
 
 
+class Requests(StrEnum):
+    """How many requests of a batch run at a time."""
+
+    TOGETHER = "together"
+    # half of them; others join as these end
+    QUEUED = "queued"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAxes:
     """The part of `Case` that engines have alone."""
@@ -127,4 +135,5 @@ class EngineAxes:
     prefill: Annotated[Prefill, Axis(sites=_SITES)] = Prefill.WHOLE
     targets: Annotated[Targets, Axis(sites=_SITES)] = Targets.ALL
     logprobs: Annotated[Logprobs, Axis(sites=_SITES)] = Logprobs.OFF
+    requests: Annotated[Requests, Axis(sites=_SITES)] = Requests.TOGETHER
     weights: Annotated[Weights, Axis(sites=_SITES)] = Weights.LANGUAGE

@@ -46,6 +46,7 @@ from loragate.matrix.engine_case import (
     Graphs,
     Logprobs,
     Model,
+    Requests,
     Speculation,
     Targets,
     Weights,
@@ -127,6 +128,7 @@ class LoraKernelsSubject:
                 "active": frozenset(Active),
                 "targets": frozenset(Targets),
                 "logprobs": frozenset(Logprobs),
+                "requests": frozenset(Requests),
                 "weights": frozenset(Weights),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place

@@ -7,7 +7,15 @@ from importlib.util import find_spec
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.matrix.engine_case import Active, Logprobs, Model, Speculation, Targets, Weights
+from loragate.matrix.engine_case import (
+    Active,
+    Logprobs,
+    Model,
+    Requests,
+    Speculation,
+    Targets,
+    Weights,
+)
 from loragate.protocol import AnyInstance, BaseLayer, Capabilities
 
 _PACKAGES = ("transformers", "peft")
@@ -40,6 +48,8 @@ class TransformersSubject:
                 "targets": frozenset(Targets),
                 "weights": frozenset(Weights),
                 "logprobs": frozenset(Logprobs),
+                # one after the other in any case
+                "requests": frozenset(Requests),
             },
             refuses=_refuses,
         )

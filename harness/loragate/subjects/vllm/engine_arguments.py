@@ -15,6 +15,7 @@ from loragate.matrix.engine_case import (
     Model,
     Prefill,
     PrefixCaching,
+    Requests,
     Specialize,
     Speculation,
     Targets,
@@ -33,6 +34,7 @@ ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
         "prefill": frozenset(Prefill),
         "targets": frozenset(Targets),
         "logprobs": frozenset(Logprobs),
+        "requests": frozenset(Requests),
         "weights": frozenset(Weights),
     }
 )
