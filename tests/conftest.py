@@ -19,6 +19,9 @@ import pytest
 
 from loragate.records.recorder import Recorder
 
+sys.path.append(str(Path(__file__).parent / "preloaded"))
+from preloaded import Server, started_anew
+
 _MARKER = (
     "drill(tried, exit_code, kept): a test that breaks a run on purpose; it compares the exit "
     "code by calling the fixture `drill`, and docs/reliability.md shows the three texts"
@@ -95,6 +98,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         # travels with the report from a worker to the process that records
         facts = {"tried": drill.tried, "exit_code": int(drill.exit_code), "kept": drill.kept}
         item.user_properties.append(("drill", facts))
+
+
+@pytest.fixture(scope="session")
+def preloaded_server() -> Server:
+    return Server.start()
+
+
+@pytest.fixture(scope="module")
+def preloaded(preloaded_server: Server) -> Iterator[None]:
+    """Processes of Python, and those that they start, begin with torch imported; see
+    preloaded/preloaded.py. For a module whose tests start several."""
+    with preloaded_server.in_use():
+        yield
+
+
+@pytest.fixture(name="started_anew")
+def _started_anew() -> Iterator[None]:
+    """For a test, in such a module, of how a process starts, of all that it imports, or of what
+    the system says of it."""
+    with started_anew():
+        yield
 
 
 @pytest.fixture

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,60 +67,41 @@ def session_of() -> Callable[[subprocess.CompletedProcess[str], Path], Session]:
     return lambda done, report: Session(done.returncode, done.stdout, report)
 
 
-class _Preloaded:
-    """Runs commands of Python in processes that have imported torch; see preloaded_server.py."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            number = theirs.fileno()
-            self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("preloaded_server.py")), str(number)],
-                env=environment(),
-                pass_fds=[number],
-            )
-
-    def run(
-        self, *argv: str, env: dict[str, str], cwd: Path = _ROOT, timeout: float = 240
-    ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` with stderr in stdout."""
-        order = json.dumps({"argv": argv, "cwd": str(cwd), "env": env}).encode()
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-            self._ours.settimeout(timeout)
-            socket.send_fds(self._ours, [order], [output.fileno()])
-            pid = json.loads(self._ours.recv(100))
-            try:
-                code = json.loads(self._ours.recv(100))
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                self._ours.recv(100)
-                raise
-            output.seek(0)
-            return subprocess.CompletedProcess(argv, code, output.read())
-
-    def close(self) -> None:
-        self._ours.close()
-        self._server.wait()
+@pytest.fixture(scope="module", autouse=True)
+def forked(preloaded: None) -> None:
+    """Nearly all of these tests start sessions, which start workers."""
 
 
 @pytest.fixture(scope="session")
-def run_preloaded() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs `python` with these arguments, whose first is -m, as `_Preloaded.run` does."""
-    preloaded = _Preloaded()
-    yield preloaded.run
-    preloaded.close()
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python` with these arguments, stderr in stdout."""
+
+    def run(
+        *arguments: str, env: dict[str, str], cwd: Path = _ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=env,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+
+    return run
 
 
 @pytest.fixture(scope="session")
 def run_session(
-    run_preloaded: Callable[..., subprocess.CompletedProcess[str]],
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> Callable[..., Session]:
     """Runs `pytest cases` on one of the matrices of this folder."""
 
     def run(
         report: Path, *arguments: str, matrix: str, subject: str = SUBJECT, **changes: str
     ) -> Session:
-        done = run_preloaded(
+        done = run_python(
             # without the plugin of hypothesis, as the gate starts its leg
             *("-m", "pytest", "cases", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
             *(f"--loragate-report={report}", f"--loragate-subject={subject}"),
@@ -137,21 +115,16 @@ def run_session(
 
 
 @pytest.fixture(scope="session")
-def run_gate() -> Callable[..., Session]:
+def run_gate(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> Callable[..., Session]:
     """Runs the gate on one of the matrices of this folder."""
 
     def run(report: Path, *arguments: str, matrix: str, **changes: str) -> Session:
-        command = [
-            *(sys.executable, "-m", "loragate", "gate", f"--report={report}"),
+        done = run_python(
+            *("-m", "loragate", "gate", f"--report={report}"),
             *(f"--matrix={_HERE / matrix}", *arguments),
-        ]
-        done = subprocess.run(
-            command,
             env=environment(**(_ONE_WORKER | changes)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
         )
         return Session(done.returncode, done.stdout, report)
 

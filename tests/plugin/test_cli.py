@@ -79,6 +79,7 @@ def test_an_unexpected_error_is_reported_in_a_line_and_is_not_a_wrong_result(cap
     assert any("in broken" in frame for frame in stack)
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_parsing_imports_no_torch():
     text = "import sys; from loragate import cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
@@ -167,6 +168,7 @@ def test_a_replay_that_cannot_run_here_is_incomplete_and_gives_the_reason(
     assert capsys.readouterr().err == f"loragate replay: {GOOD} cannot run here: needs a GPU\n"
 
 
+@pytest.mark.usefixtures("started_anew")
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [

@@ -22,7 +22,7 @@ NOWHERE = "/dev/null/nowhere"
 
 
 @pytest.fixture
-def run(tmp_path, subject_environment, run_preloaded):
+def run(tmp_path, subject_environment, run_python):
     """Runs a command on four small cases of a subject; its report, if any, goes to `tmp_path`."""
 
     def command_of(name: str, subject: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def run(tmp_path, subject_environment, run_preloaded):
     home = {name: value for name, value in subject_environment.items() if name not in caches}
 
     def call(name: str, subject: str = "torch", **changes: str) -> tuple[int, str]:
-        done = run_preloaded("-m", *command_of(name, subject), env={**home, **changes})
+        done = run_python("-m", *command_of(name, subject), env={**home, **changes})
         assert not (tmp_path / "report").exists() or not done.returncode
         return done.returncode, done.stdout
 

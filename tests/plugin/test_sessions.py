@@ -75,7 +75,7 @@ BROKEN_PLACES = {
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("place", BROKEN_PLACES)
 def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
-    tmp_path, subject_environment, run_preloaded, place, workers
+    tmp_path, subject_environment, run_python, place, workers
 ):
     name, text = BROKEN_PLACES[place]
     _project(tmp_path, name, text)
@@ -85,7 +85,7 @@ def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
         *(f"--loragate-matrix={MATRICES / 'four_good.yaml'}", "--loragate-subject=torch"),
         "--loragate-cases=*tokens-21",
     ]
-    done = run_preloaded(*command, cwd=tmp_path, env=subject_environment)
+    done = run_python(*command, cwd=tmp_path, env=subject_environment)
     assert "1 passed" in done.stdout, done.stdout
     assert "disk full" in done.stdout
     assert done.returncode == ExitCode.WRONG, done.stdout
@@ -146,7 +146,7 @@ def test_ordinary_tests_that_pass_do_not_stand_for_cases_that_the_tier_does_not_
 
 
 @pytest.fixture
-def session_beside(tmp_path, run_preloaded, subject_environment, session_of):
+def session_beside(tmp_path, run_python, subject_environment, session_of):
     """A session of one case, if there is one, and of a module with this text, in a project of its
     own."""
 
@@ -157,7 +157,7 @@ def session_beside(tmp_path, run_preloaded, subject_environment, session_of):
             *("--import-mode=importlib", f"--loragate-matrix={matrix}", "--loragate-subject=torch"),
             *(["--loragate-cases=*tokens-21"] if matrix.parent == MATRICES else []),
         ]
-        done = run_preloaded(*command, cwd=tmp_path, env=subject_environment)
+        done = run_python(*command, cwd=tmp_path, env=subject_environment)
         return session_of(done, tmp_path / "report")
 
     return run
@@ -230,6 +230,7 @@ def test_an_unknown_subject_is_a_usage_error_that_names_the_nearest(tmp_path, ru
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_a_session_without_cases_leaves_no_report_and_its_controller_imports_no_torch(tmp_path):
     (tmp_path / "conftest.py").write_text(
         'import sys\npytest_plugins = ["loragate.plugin"]\n'

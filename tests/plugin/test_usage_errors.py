@@ -30,7 +30,7 @@ _COMMANDS = {
 
 
 @pytest.fixture
-def run(tmp_path, subject_environment, run_preloaded):
+def run(tmp_path, subject_environment, run_python):
     """Runs a command beside a report of an earlier run, which has to stay as it is."""
     report = tmp_path / "report"
     report.mkdir()
@@ -40,7 +40,7 @@ def run(tmp_path, subject_environment, run_preloaded):
         arguments = [argument.format(pattern=pattern, matrix=matrix) for argument in command]
         option = {"gate": "--report", "cases": "--loragate-report"}.get(arguments[1])
         reported = [f"{option}={report}"] if option else []
-        done = run_preloaded("-m", *arguments, *reported, env=subject_environment)
+        done = run_python("-m", *arguments, *reported, env=subject_environment)
         assert os.listdir(report) == ["events.jsonl"]
         assert (report / "events.jsonl").read_text() == "earlier"
         return done
