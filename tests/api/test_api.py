@@ -16,6 +16,8 @@ from loragate.events.log import EventWriter
 from loragate.events.model import CaseFinished, Event, Expected, RunFinished, RunStarted
 from loragate.matrix.case import Tier
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gate_and_compare.py"
 MATRIX = ROOT / "tests" / "plugin" / "misbehaving" / "one_good.yaml"

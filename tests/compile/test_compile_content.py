@@ -19,6 +19,8 @@ from loragate.compile_leg.leg import SettingsError
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CompileResult, Event, Note
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 _ROOT = BASELINE.parents[2]
 
 PARTS = """

@@ -18,6 +18,8 @@ from loragate.core.resources import Resources
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult, Event, Note
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 TOY = """
 import os
 import torch, triton

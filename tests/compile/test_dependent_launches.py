@@ -10,6 +10,8 @@ from loragate.compile_leg import record, run
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult, Event
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 TOY = """
 import torch, triton
 import triton.language as tl

@@ -16,7 +16,7 @@ import pytest
 from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS
 
-pytestmark = pytest.mark.usefixtures("heeded_signals")
+pytestmark = pytest.mark.usefixtures("heeded_signals", "preloaded")
 
 # they run long enough to be interrupted
 PLANTED = [control.name for control in CONTROLS[:2]]
@@ -42,7 +42,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_server(pid: int) -> bool:
-    return b"loragate.faults.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    """Each leads a group, as the process does that ends them if the command is killed."""
+    is_guard = b"group_guard" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return os.getpgid(pid) == pid and not is_guard
 
 
 def _until(happened: Callable[[], bool]) -> bool:
@@ -91,7 +93,6 @@ def _interrupted(
         text=True,
     )
     assert _until(lambda: len(list(folder.glob("*/transcript.jsonl"))) == 2)
-    # besides the process that ends them if the command is killed
     servers = [pid for pid in _started_by(command.pid) if _is_server(pid)]
     assert len(servers) == 2
     children = servers + [pid for server in servers for pid in _started_by(server)]

@@ -34,6 +34,8 @@ from loragate.faults.planting import (
 )
 from loragate.faults.runner import Setup, run_all, run_one, server_of_faults
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 Plant: TypeAlias = Callable[..., Outcome]
 
 PARTITION = "lorakernels.layers.partition"
@@ -120,7 +122,7 @@ def test_a_process_that_hangs_is_ended_and_reported_as_a_hang(
     outcome_of: Plant,
 ) -> None:
     hanging = fault(START, f"    __import__('time').sleep(600)\n{START}")
-    assert outcome_of(hanging, deadline_s=15.0).killers == ("hang",)
+    assert outcome_of(hanging, deadline_s=5.0).killers == ("hang",)
 
 
 def test_a_process_that_dies_is_reported_as_a_crash_with_the_judge_that_ran(

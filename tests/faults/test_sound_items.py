@@ -27,6 +27,8 @@ from loragate.faults.order import Suite
 from loragate.faults.runner import Setup, run_all
 from loragate.faults.sound import failures_of, sound_orders
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 TEST = "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one"
 OTHER = "tests/kernels/test_batch_tables.py::test_tables_have_capacity_for_the_most_ragged_batch"
 START = "    size = padded // tp_size\n"

@@ -20,6 +20,8 @@ from loragate.records import recorder
 from loragate.records.results import read_section
 from loragate.run.legs import GateSetup, legs_of
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.mark.parametrize(("subjects", "tried"), [(("vllm",), True), (("lorakernels",), False)])
 def test_the_gate_tries_the_findings_of_a_subject_that_it_checks(

@@ -16,6 +16,8 @@ from loragate.matrix.load import load_cases
 from loragate.report.summary import summarize
 from loragate.report.terminal import Colour, render_summary
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 MATRIX = Path(__file__).parent / "listed.yaml"
 # the last row has an adapter in one of them, and none in the other
 SHOWS, HIDES = 4, 5

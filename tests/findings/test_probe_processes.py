@@ -11,6 +11,8 @@ from loragate.findings import probe_runner
 from loragate.findings.ledger import Observation, Seen
 from loragate.findings.probe_runner import run_probes
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 # a process that behaves as the names of its probes say
 CHILD = """
 import json, os, signal, sys, time

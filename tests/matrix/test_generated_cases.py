@@ -31,6 +31,8 @@ from loragate.matrix.generated.text import file_text
 from loragate.matrix.ids import case_id
 from loragate.matrix.load import load_cases
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ROOT = Path(__file__).parents[2]
 SITES = sorted(OPERATIONS)
 MANY = 400

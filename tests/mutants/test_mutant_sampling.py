@@ -22,6 +22,8 @@ from loragate.mutants.sources import read_sources
 
 pytest.importorskip("cosmic_ray")
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SOURCES = {
     path: text
     for path, text in read_sources().items()

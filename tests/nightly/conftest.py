@@ -74,7 +74,7 @@ def postgresql_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def environment(preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """In which the subjects with planted faults are found."""
     folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ NewTrial = Callable[..., TrialRecord]
 
 _PLANTED = Path(__file__).parent / "planted"
 _ROOT = Path(__file__).parents[2]
+_COMMAND = str(_ROOT / "ci" / "loragate")
 _MODULE = "planted_subjects"
 _CAUSES = {
     "Atomics": Cause.RUN_TO_RUN,
@@ -41,7 +43,8 @@ _CAUSES = {
 
 
 def _loragate(*arguments: str) -> list[str]:
-    return [str(_ROOT / "ci" / "loragate"), *arguments]
+    """What ./ci/loragate becomes in the end."""
+    return [sys.executable, "-m", "loragate", *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,7 @@ def shell(environment: None) -> Iterator[None]:
     """In which whoever reads the page pastes a command."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORAGATE_PYTHON", sys.executable)
+        patch.setenv("LORAGATE_COMMAND", _COMMAND)
         yield
 
 
@@ -96,10 +100,6 @@ def _until_all_are_known(scan: subprocess.Popen[str]) -> str:
     return "".join(heard) + rest
 
 
-def _pasted(line: str) -> subprocess.CompletedProcess[str]:
-    return _run(["bash", "-c", line])
-
-
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -114,13 +114,17 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("subject", _CAUSES)
 def test_the_printed_command_shows_the_flake(subject: str, printed: dict[str, str]) -> None:
-    flake = _pasted(printed[subject])
+    command, *arguments = shlex.split(printed[subject])
+    assert command == _COMMAND
+    flake = _run(_loragate(*arguments))
     assert flake.returncode == ExitCode.WRONG, printed[subject] + flake.stdout
 
 
 def test_what_shows_a_flake_leaves_a_stable_subject_alone(printed: dict[str, str]) -> None:
     # with the trial that pollutes before, which is one of the stable subject as well
-    stable = _pasted(printed["Order"].replace(":Order.", ":Stable."))
+    line = printed["Order"].replace(":Order.", ":Stable.")
+    # as whoever reads the page does
+    stable = _run(["bash", "-c", line])
     assert stable.returncode == ExitCode.OK, stable.stdout
     assert "the same in" in stable.stdout
 

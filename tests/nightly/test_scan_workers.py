@@ -20,6 +20,8 @@ from loragate.scan.processes import Processes
 from loragate.scan.surroundings import Surroundings
 from loragate.scan.waves import Waves, alone
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 _SUBJECT = "planted_subjects:Waiting"
 _MATRIX = (Path(__file__).parent / "planted" / "planted.yaml",)
 _RUNS = {

@@ -21,6 +21,7 @@ import gc
 import inspect
 import io
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -52,24 +53,31 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 # also in a fork that imports this module once more
 _START = inspect.unwrap(subprocess.Popen._execute_child)
+_SPAWN = inspect.unwrap(multiprocessing.util.spawnv_passfds)
+# what a process has that is started without options
+_PLAIN = {
+    **dict.fromkeys(("env", "cwd", "executable", "preexec_fn", "shell", "gid", "gids", "uid")),
+    **dict.fromkeys(("p2cread", "c2pwrite", "errwrite", "umask", "process_group"), -1),
+    "start_new_session": False,
+}
 _prctl = ctypes.CDLL(None).prctl
 
 
 @contextmanager
 def started_anew() -> Iterator[None]:
     """Within `Server.in_use`: all processes are started."""
-    with _starting_by(_START):
+    with _starting_by(_START, _SPAWN):
         yield
 
 
 @contextmanager
-def _starting_by(execute: Callable[..., None]) -> Iterator[None]:
-    before = subprocess.Popen._execute_child
-    subprocess.Popen._execute_child = execute
+def _starting_by(execute: Callable[..., None], spawn: Callable[..., int]) -> Iterator[None]:
+    before = subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds
+    subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = execute, spawn
     try:
         yield
     finally:
-        subprocess.Popen._execute_child = before
+        subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = before
 
 
 class Server:
@@ -99,12 +107,26 @@ class Server:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within, the processes that `subprocess` starts are forked if they can be."""
-        with _starting_by(self._executor()):
+        """Within, the processes that `subprocess` and `multiprocessing` start are forked if they
+        can be."""
+        with _starting_by(self._executor(), self._spawner()):
             yield
 
     def install(self) -> None:
         subprocess.Popen._execute_child = self._executor()
+        multiprocessing.util.spawnv_passfds = self._spawner()
+
+    def _spawner(self) -> Callable[..., int]:
+        @functools.wraps(_SPAWN)
+        def spawn(path: str, command: Sequence[str], files: Sequence[int]) -> int:
+            pid = None
+            # not what watches over the resources of all
+            if any("spawn_main" in os.fsdecode(part) for part in command):
+                wanted = {"args": list(map(os.fsdecode, command)), "pass_fds": files, **_PLAIN}
+                pid = self._forked(wanted) if self._can_fork(wanted) else None
+            return _SPAWN(path, command, files) if pid is None else pid
+
+        return spawn
 
     def _executor(self) -> Callable[..., None]:
         names = _START.__code__.co_varnames[1 : _START.__code__.co_argcount]
@@ -175,11 +197,11 @@ class Server:
 
 
 def _arguments(command: Sequence[Any]) -> list[str] | None:
-    """What follows the interpreter, without -u; None if that cannot be forked."""
+    """What follows the interpreter, without -u and -B; None if that cannot be forked."""
     interpreter, *arguments = map(os.fspath, command)
     if interpreter != sys.executable:
         return None
-    if arguments[:1] == ["-u"]:
+    while arguments[:1] in (["-u"], ["-B"]):
         del arguments[0]
     is_plain = len(arguments) > 1 if arguments[:1] in (["-m"], ["-c"]) else bool(arguments)
     is_option = arguments[:1] not in (["-m"], ["-c"]) and arguments[0].startswith("-")
@@ -255,8 +277,10 @@ def _become(order: dict[str, Any], base: Sequence[str]) -> None:
     added = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [first, *added, *base]
     sys.orig_argv[:] = order["command"]
-    sys.dont_write_bytecode = bool(order["env"].get("PYTHONDONTWRITEBYTECODE"))
-    if order["command"][1] == "-u" or order["env"].get("PYTHONUNBUFFERED"):
+    options = order["command"][1 : -len(arguments)]
+    env = order["env"]
+    sys.dont_write_bytecode = bool("-B" in options or env.get("PYTHONDONTWRITEBYTECODE"))
+    if "-u" in options or env.get("PYTHONUNBUFFERED"):
         sys.stdout = _unbuffered(sys.stdout)
     tempfile.tempdir = None
     # it reads the environment

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,13 @@ def test_it_ends_as_it_would_have_ended(
 ) -> None:
     started, forked = both("-c", code)
     assert forked == started
+
+
+def test_a_pool_of_processes_has_torch_as_well(preloaded: None) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as pool:
+        assert pool.submit(eval, "'torch' in __import__('sys').modules").result()
+        assert pool.submit(os.getppid).result() == os.getpid()
 
 
 def test_files_are_passed_on_with_their_numbers(preloaded: None) -> None:

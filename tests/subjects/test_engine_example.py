@@ -16,6 +16,8 @@ from loragate.subjects import find_subject
 
 pytest.importorskip("transformers", minversion="5.23")
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # the first one has fp32 and more adapters than slots, the second one bf16
 CASES = load_cases([EXAMPLES / "small_engine.yaml"])[:2]

@@ -17,6 +17,8 @@ from loragate.engine.requests import Completion
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 CASE = Case(site=Site.ENGINE, rank=8, slots=2, dtype=Dtype.FP32)
 TARGETS = {
     "lorakernels": "loragate.subjects.lorakernels.engine:ServingEngine",
