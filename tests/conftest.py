@@ -19,8 +19,8 @@ import pytest
 
 from loragate.records.recorder import Recorder
 
+# imported where it is used: with a planted fault the tests of a folder run without the others
 sys.path.append(str(Path(__file__).parent / "preloaded"))
-from preloaded import Server, started_anew
 
 _MARKER = (
     "drill(tried, exit_code, kept): a test that breaks a run on purpose; it compares the exit "
@@ -101,12 +101,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def preloaded_server() -> Server:
+def preloaded_server() -> Any:
+    from preloaded import Server
+
     return Server.start()
 
 
 @pytest.fixture(scope="module")
-def preloaded(preloaded_server: Server) -> Iterator[None]:
+def preloaded(preloaded_server: Any) -> Iterator[None]:
     """Processes of Python, and those that they start, begin with torch imported; see
     preloaded/preloaded.py. For a module whose tests start several."""
     with preloaded_server.in_use():
@@ -117,6 +119,8 @@ def preloaded(preloaded_server: Server) -> Iterator[None]:
 def _started_anew() -> Iterator[None]:
     """For a test, in such a module, of how a process starts, of all that it imports, or of what
     the system says of it."""
+    from preloaded import started_anew
+
     with started_anew():
         yield
 

@@ -19,8 +19,6 @@ from lorakernels.runtime.collectives import (
     number_of,
 )
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 PROCESS = Path(__file__).with_name("rank_of_a_group.py")
 
 

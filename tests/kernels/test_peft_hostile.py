@@ -29,8 +29,6 @@ from lorakernels.adapters.files import read_small_file
 from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.adapters.peft_targets import layer_expression, module_expression
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 Q = "model.layers.0.self_attn.q_proj"
 # takes time that doubles with each letter, and no engine sees through it
 SLOW = "(?:a|aa)+"

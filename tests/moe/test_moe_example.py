@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_moe_adapters.py"
 
 

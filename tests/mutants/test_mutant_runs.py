@@ -28,8 +28,6 @@ from loragate.mutants.sources import line_of, place_of, read_sources
 from loragate.mutants.units import Kind, Unit
 from loragate.mutants.warm import server_of_mutants
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 SOURCES = read_sources()
 KERNEL, PARTITION = "dense/kernels.py", "layers/partition.py"
 TEST = "tests/kernels/test_tp_partition.py"

@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.23")
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_with_adapters.py"
 
 

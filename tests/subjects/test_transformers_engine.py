@@ -15,8 +15,6 @@ from loragate.run.trial import run_trial
 from loragate.subjects.transformers import subject as module
 from loragate.subjects.transformers.subject import TransformersSubject
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
 CPU = Machine("cpu", "test", None, 1, 0)
 SUBJECT = TransformersSubject()
 
