@@ -79,6 +79,18 @@ def test_sizes_decide_which_wrapper_belongs_to_which_parameter(tmp_path: Path, i
     assert modules[DOWN].a.shape[-1] == INTERMEDIATE
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), [(8, 5), (300, 5), (8, 300), (300, 400)])
+def test_sizes_that_fit_are_told_from_others_however_large_they_are(
+    tmp_path: Path, hidden: int, intermediate: int
+) -> None:
+    rows = EXPERTS * RANK
+    first = pair(f"{HOLDER}.base_layer", (rows, hidden), (2 * intermediate, rows))
+    second = pair(HOLDER, (rows, intermediate), (hidden, rows))
+    modules = read_peft_folder(write(tmp_path, first | second)).modules
+    assert modules[GATE_UP].b.shape == (EXPERTS, 2 * intermediate, RANK)
+    assert modules[DOWN].b.shape == (EXPERTS, hidden, RANK)
+
+
 def test_parameters_of_experts_are_known_whatever_their_module_is_called(tmp_path: Path) -> None:
     holder = "model.layers.0.feed_forward.bank"
     tensors = gate_up(f"{holder}.base_layer") | down(holder)
