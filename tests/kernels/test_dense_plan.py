@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.expand_plan import plan_expand
-from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import shape_of_batch
 from lorakernels.dense.plan import plan_shrink
 from lorakernels.dense.shape import DenseShape
@@ -66,6 +66,18 @@ def test_the_programs_of_several_partials_run_at_once_from_256_rows_on():
         programs = tiles * -(-shape.ranks_of_all_slices // plan.block_n) * plan.splits
         most = (1 if shape.height == 64 else 2) * DEFAULT.dense.multiprocessors
         assert plan.splits == 1 or programs <= most, shape
+
+
+@given(shape=any_shape)
+@example(shape=DenseShape(2048, 4096, (4096,), 8, 4))
+@example(shape=DenseShape(40, 4096, (4096, 4096), 300, 2))
+def test_k_is_split_only_as_long_as_the_tiles_leave_programs_for_it(shape: DenseShape):
+    # between decode and prefill, and in a prefill of 16 bits, the tiles that are usual count
+    if shape.itemsize == 2 and shape.height >= 64:
+        return
+    plan, tiles = plan_shrink(shape), -(-shape.num_rows // shape.height)
+    programs = tiles * -(-shape.ranks_of_all_slices // plan.block_n) * plan.splits
+    assert plan.splits == 1 or programs <= DEFAULT.dense.programs
 
 
 @given(shape=any_shape)
@@ -267,3 +279,20 @@ def test_launches_of_few_rows_pass_their_registers_on_but_not_beside_the_base_pr
         launch_expand(shrunk, weights.tensors, shape, tiles, out.float(), pdl=False, store=True)
     assert [launch.options.get("maxnreg") for launch in launches] == [255, 128, None]
     assert launches[0].options["ALL_RANKS"]
+
+
+def test_a_batch_without_rows_launches_nothing():
+    weights = SlotWeights(
+        num_slots=2, slice_widths=(32,), in_features=64, rank=8, dtype=torch.float16, device="cpu"
+    )
+    tiles = TileTables.of(BatchMetadata(max_tokens=4, max_slots=2, device="cpu"))
+    for rows, launched in ((0, 0), (1, 4)):
+        shape = shape_of_batch(rows, weights)
+        shrunk, stored = torch.empty(plan_shrunk(shape, 2)), torch.empty(rows, 32)
+        x, out = torch.empty(rows, 64).half(), torch.empty(rows, 32).half()
+        with noted_launches() as launches:
+            launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=False)
+            launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=False)
+            launch_expand(shrunk, weights.tensors, shape, tiles, stored, pdl=False, store=True)
+            launch_add(stored, shape, tiles, out, pdl=False)
+        assert len(launches) == launched
