@@ -318,6 +318,19 @@ def test_the_kernels_of_an_embedding_are_listed_for_a_warm_up() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (64, [1]), (65, [1, 65]), (128, [1, 65]), (129, [1, 65, 129])]
+)
+def test_a_kernel_that_the_largest_batch_alone_needs_is_listed_for_an_embedding(
+    most: int, sizes: list[int]
+) -> None:
+    layer = embedding()
+    metadata = BatchMetadata(max_tokens=most, max_slots=SLOTS, device=DEVICE)
+    workspace = DenseWorkspace([layer.slots], max_tokens=most)
+    found = kernel_variants([layer], metadata, workspace)
+    assert sorted({kernel.rows for kernel in found}) == sizes
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -255,7 +255,8 @@ def test_nothing_of_the_first_value_of_a_type_is_kept_for_the_others() -> None:
 
 
 def test_a_shape_that_triton_refuses_is_refused_beside_an_equal_one() -> None:
-    tl.block_type(tl.int32, [16])
+    for size in (16, tl.constexpr(16)):
+        assert tl.block_type(tl.int32, [size]).shape == (16,)
     with pytest.raises(AssertionError):
         tl.block_type(tl.int32, (16,))
     for size in (16.0, tl.constexpr(16.0)):
