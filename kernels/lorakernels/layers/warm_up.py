@@ -101,10 +101,8 @@ def _sizes_of(shape: DenseShape, expanded: int, max_rows: int, is_dual: bool) ->
     for rows in range(1, max_rows + 1):
         shape = replace(shape, num_rows=rows)
         beside, whole = replace(shape, beside=True), replace(shape, rank=expanded)
-        forms = (
-            plan_form(shape, dual_stream=is_dual),
-            *(plan_gdn(shape, dual_stream=is_dual, may_join=joins) for joins in (False, True)),
-        )
+        # a delta net whose products may not be joined has one form for all batches
+        forms = (plan_form(shape, dual_stream=is_dual), plan_gdn(shape, dual_stream=is_dual))
         plans = (shape.height, plan_shrink(shape), plan_shrink(beside), plan_expand(whole), forms)
         first.setdefault(plans, rows)
     return tuple(sorted(first.values()))
