@@ -142,6 +142,13 @@ def with_constants(
             with_constants(132, 132, (4, 8, 80), 4),
             id="the last few rows",
         ),
+        pytest.param(
+            80,
+            9,
+            DenseShape(0, 5120, (4096,), 8, 2),
+            with_constants(132, 66, (8, 9, 80), 64),
+            id="an odd number of slots",
+        ),
     ],
 )
 def test_no_batch_needs_more_than_is_planned_for_with_the_constants_of_another_device(
