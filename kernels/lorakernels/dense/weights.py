@@ -78,11 +78,11 @@ class SlotWeights(StackedWeights[LoRAFactors]):
 
     def _check_shapes(self, index: int, part: LoRAFactors) -> None:
         width = self.slice_widths[index]
-        rank = part.a.shape[0] if part.a.dim() == 2 else -1
         if part.a.dim() != 2 or part.a.shape[1] != self.in_features:
             raise ValueError(
                 f"a of slice {index} must be [rank, {self.in_features}] (got {list(part.a.shape)})"
             )
+        rank = part.a.shape[0]
         if part.b.shape != (width, rank):
             raise ValueError(
                 f"b of slice {index} must be [{width}, {rank}] (got {list(part.b.shape)})"
