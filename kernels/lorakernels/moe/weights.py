@@ -103,7 +103,7 @@ class ExpertWeights(StackedWeights[ExpertFactors]):
 
 def _fits(factor: Tensor, experts: int, rows: int, columns: int) -> bool:
     # a shared factor fits everywhere, one per expert only where the buffers keep one per expert
-    return factor.dim() == 3 and factor.shape in ((1, rows, columns), (experts, rows, columns))
+    return factor.shape in ((1, rows, columns), (experts, rows, columns))
 
 
 def _allowed(experts: int, rows: int | str, columns: int) -> str:

@@ -243,7 +243,7 @@ def _check_layouts(
     x: Tensor, slots: SlotTensors, num_pairs: int, out: Tensor, router_weights: Tensor | None
 ) -> None:
     a, b = slots.a, slots.b
-    if out.dim() != 2 or tuple(out.shape) != (num_pairs, b.shape[2]):
+    if tuple(out.shape) != (num_pairs, b.shape[2]):
         raise ValueError(f"out must be [{num_pairs}, {b.shape[2]}] (got {list(out.shape)})")
     if x.shape[1] != a.shape[4]:
         raise ValueError(f"x must have {a.shape[4]} columns (got {x.shape[1]})")
