@@ -5,6 +5,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from loragate.core.checkout import Tree, commit_and_tree
 from loragate.core.errors import CommandError
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
+from loragate.mutants.record import SECTION, Run, save_run
 from loragate.records import recorder, results
 from loragate.records.recorder import Recorder
 from loragate.records.results import ResultsError, provenance, read_section, update_section
@@ -47,6 +49,33 @@ def test_runs_that_record_at_the_same_time_lose_nothing_of_each_other(
     assert [entry.name for entry in tmp_path.iterdir()] == ["gpu.json"]
 
 
+def test_runs_that_record_into_one_section_at_the_same_time_lose_nothing_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, both = tmp_path / "cpu.json", Barrier(2, timeout=10)
+    runs = {name: Recorder.open(path, SECTION, commit="abc") for name in ("first", "second")}
+
+    def origin(*given: object, **named: object) -> dict[str, Any]:
+        both.wait()
+        return {}
+
+    monkeypatch.setattr(recorder, "provenance", origin)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: save_run(runs[name], name, Run("", ())), runs))
+    section = read_section(path, SECTION)
+    assert section is not None
+    assert sorted(section["runs"]) == ["first", "second"]
+
+
+def test_figures_that_json_cannot_hold_end_a_command_with_the_name_of_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gpu.json"
+    with pytest.raises(CommandError, match=f"{path}: cannot hold what was found") as error:
+        Recorder.open(path, "gate").save({"us": float("inf")})
+    assert error.value.exit_code is ExitCode.INFRASTRUCTURE
+
+
 def test_the_file_is_sorted_and_ends_with_a_newline_so_that_a_diff_shows_figures_alone(
     tmp_path: Path,
 ) -> None:
@@ -78,6 +107,7 @@ def test_a_payload_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Pat
         ('{\n"schema":', ":2: not JSON"),
         ("[" * 100_000, "is nested too deeply"),
         ("\udcff", "can't decode byte 0xff"),
+        ('{"schema": 1, "sections": {"x": {"us": NaN}}}', "NaN is no number of JSON"),
         ('{"schema": 1, "sections": {"gate": 5}}', r"section 'gate' must be an object \(got 5\)"),
         ('{"schema": 1, "sections": {"x": [1]}}', r"section 'x' must be an object \(got \[1\]\)"),
     ],

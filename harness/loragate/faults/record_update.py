@@ -61,8 +61,15 @@ class FaultRecord:
         """Write the entries of what is `done`, by kind, and those of other runs for the rest.
         What was asked for and is not done is listed as unfinished. Raises CommandError."""
         self.recorder.note_edits()
-        # read again: another run may have recorded other faults since this one began
-        previous = upgraded(self.recorder.current())
+        # of what is there by then: another run may have recorded other faults since this one began
+        self.recorder.change(lambda current: self._updated(upgraded(current), entries, done))
+
+    def _updated(
+        self,
+        previous: Mapping[str, Any],
+        entries: Mapping[str, Mapping[str, Any]],
+        done: Collection[str],
+    ) -> dict[str, Any]:
         section: dict[str, Any] = {
             kind: {name: entry for name, entry in kept.items() if name not in done}
             | {name: with_baseline(entry, kept.get(name)) for name, entry in entries[kind].items()}
@@ -71,7 +78,7 @@ class FaultRecord:
         unfinished = self._unfinished(previous, done)
         if unfinished:
             section["unfinished"] = unfinished
-        self.recorder.save(section)
+        return section
 
     def _valid_entries(self, previous: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Entries of earlier runs, by kind, about exactly what is in the corpus now."""

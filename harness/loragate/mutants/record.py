@@ -34,18 +34,21 @@ def save_run(recorder: Recorder, name: str, run: Run) -> None:
     """Write the run called `name` in place of an earlier one, beside the others. Raises
     CommandError."""
     recorder.note_edits()
-    runs = dict(recorder.current().get("runs", {}))
-    runs[name] = payload(recorder.commit, run)
-    recorder.save({"runs": runs})
+    recorder.change(lambda current: _with_run(current, name, payload(recorder.commit, run)))
 
 
 def save_first(recorder: Recorder, name: str, run: Run) -> bool:
     """Write the first verdicts on the set of edits called `name`, beside those on other sets; False
     if there are some already. Raises CommandError."""
-    if name in recorder.current().get("runs", {}):
-        return False
-    save_run(recorder, name, run)
-    return True
+    recorder.note_edits()
+    found = payload(recorder.commit, run)
+    return recorder.change(
+        lambda current: None if name in current.get("runs", {}) else _with_run(current, name, found)
+    )
+
+
+def _with_run(current: Mapping[str, Any], name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"runs": {**current.get("runs", {}), name: found}}
 
 
 def left_by_samples(runs: Mapping[str, Any]) -> list[str]:

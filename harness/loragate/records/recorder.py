@@ -11,7 +11,13 @@ from loragate.core.checkout import Tree, commit_and_tree, project_root
 from loragate.core.errors import CommandError
 from loragate.core.files import check_writable
 from loragate.core.verdict import ExitCode
-from loragate.records.results import ResultsError, provenance, read_section, update_section
+from loragate.records.results import (
+    Change,
+    ResultsError,
+    change_section,
+    provenance,
+    read_section,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,13 +55,6 @@ class Recorder:
     def commit(self) -> str:
         return self.checkout[0] or self.given_commit or ""
 
-    def current(self) -> dict[str, Any]:
-        """What the section holds now, empty if it was never recorded. Raises CommandError."""
-        try:
-            return read_section(self.path, self.section) or {}
-        except ResultsError as error:
-            raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
-
     def note_edits(self) -> None:
         """Call the tree dirty from here on if the code is no longer what it was."""
         if _checkout(self.path) != self.checkout:
@@ -63,12 +62,23 @@ class Recorder:
 
     def save(self, payload: Mapping[str, Any]) -> None:
         """Replace the section by `payload` and where it comes from. Raises CommandError."""
+        self.change(lambda current: payload)
+
+    def change(self, change: Change) -> bool:
+        """Replace the section by what `change` makes of what it holds by then, and where that comes
+        from: another run may have recorded into it since this one began. `change` returns None to
+        leave it. Returns whether it was replaced. Raises CommandError."""
         # imports torch, which a command may leave to its child processes until it records
         from loragate.core.machine import detect_machine
 
         origin = provenance(detect_machine(), commit=self.given_commit, checkout=self.checkout)
+
+        def with_origin(current: dict[str, Any]) -> Mapping[str, Any] | None:
+            changed = change(current)
+            return None if changed is None else origin | dict(changed)
+
         try:
-            update_section(self.path, self.section, origin | dict(payload))
+            return change_section(self.path, self.section, with_origin)
         except (ResultsError, OSError) as error:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
 

@@ -6,7 +6,7 @@ Invariant: a section is replaced as a whole and atomically; a reader never sees 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from loragate.core.versions import host, utc_now, versions
 SCHEMA = 1
 # the path of the interpreter is left out: the file is published
 _HOST_FACTS = ("system", "processor", "cores")
+
+Change = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 class ResultsError(ValueError):
@@ -47,15 +49,29 @@ def require_section(path: Path, name: str) -> dict[str, Any]:
 def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
     """Replace section `name` by `payload`. Other sections stay, including those that another run
     writes at the same time. Raises ResultsError, or OSError if the file cannot be written."""
+    change_section(path, name, lambda current: payload)
+
+
+def change_section(path: Path, name: str, change: Change) -> bool:
+    """Replace section `name` by what `change` makes of it: it gets what the section holds, {} if
+    that was never recorded, and returns None to leave it. No other run writes meanwhile. Returns
+    whether it was replaced. Raises as update_section."""
     with lock_of(path):
         document = _read(path)
+        changed = change(dict(document["sections"].get(name, {})))
+        if changed is None:
+            return False
         document["schema"] = SCHEMA
-        document["sections"][name] = dict(payload)
+        document["sections"][name] = dict(changed)
         _write(path, document)
+    return True
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    try:
+        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ResultsError(f"{path}: cannot hold what was found: {error}") from error
     write_atomically(path, text)
 
 
@@ -97,7 +113,8 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from error
     try:
-        document = parse_json(text)
+        # otherwise it would be refused only when a finished run is written beside it
+        document = parse_json(text, allow_nan=False)
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     except ValueError as error:
