@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed, unknown = parser.parse_known_args(given)
     if unknown:
         # only the parser of the command has the options to suggest
-        commands.choices[parsed.command].refuse(unknown)
+        commands.choices[parsed.command].refuse(unknown, given)
     # a command decides what its processes of pytest run
     for name in _OF_PYTEST:
         os.environ.pop(name, None)
@@ -78,18 +78,27 @@ class _Parser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         self.exit(ExitCode.USAGE.value, f"{self.prog}: {message}\n")
 
-    def refuse(self, arguments: Sequence[str]) -> NoReturn:
-        """Exit because of arguments that no option takes."""
+    def refuse(self, arguments: Sequence[str], given: Sequence[str]) -> NoReturn:
+        """Exit because of `arguments`, those of all `given` ones that no option takes."""
         names = [word.partition("=")[0] for word in arguments]
-        hints = (self._hint_at(name) for name in names)
+        of_action = self._options_of_action(given)
+        hints = (self._hint_at(name, of_action) for name in names)
         self.error(f"unknown arguments: {' '.join(arguments)}{next(filter(None, hints), '')}")
 
-    def _hint_at(self, name: str) -> str:
+    def _options_of_action(self, given: Sequence[str]) -> Iterable[str]:
+        """The options of the action that is given, of a command with actions of its own."""
+        for actions in self._actions:
+            if isinstance(actions, argparse._SubParsersAction):
+                chosen = next(word for word in given if word in actions.choices)
+                options: Iterable[str] = actions.choices[chosen]._option_string_actions
+                return options
+        return ()
+
+    def _hint_at(self, name: str, of_action: Iterable[str]) -> str:
         known = self._option_string_actions
-        # an option of a command with actions of its own
         if name in known:
             return f"; {name} must come before the action"
-        return _hint(_RENAMED.get(name, name), known)
+        return _hint(_RENAMED.get(name, name), {*known, *of_action})
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -51,6 +51,11 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
             ["history", "merge", "x", "--history", "y"],
             "unknown arguments: --history y; --history must come before the action",
         ),
+        (
+            ["bench", "dense", "--shpe", "64x32"],
+            "unknown arguments: --shpe 64x32; did you mean --shape?",
+        ),
+        (["history", "prune", "--days", "3", "--histroy=x"], "; did you mean --history?"),
         (["gate", "--attempt=3"], "unknown arguments: --attempt=3; did you mean --draw?"),
         (["replay", "x", "--attempt", "3"], "unknown arguments: --attempt 3; did you mean --draw?"),
         (["gate", "--seeds=0"], "must be a number from 1 up (got '0')"),
