@@ -77,7 +77,11 @@ def test_a_seed_draws_as_many_different_points_as_are_asked_for(rows_of: object)
         (["--shape", "64x32", "--rank", "0"], "--rank must be at least 1 (got 0)"),
         (["--shape", "64x32", "--tokens", "-3"], "--tokens must be at least 1 (got -3)"),
         (["--seed", "3"], "--seed is that of drawn points; say how many with --drawn"),
-        (["--drawn", "-1"], "--drawn must be at least 1 (got -1)"),
+        (["--drawn", "-1"], "--drawn must be from 1 to 10000 (got -1)"),
+        # not the rows of the table
+        (["--drawn", "0"], "--drawn must be from 1 to 10000 (got 0)"),
+        # more than there are
+        (["--drawn", "1000000"], "--drawn must be from 1 to 10000 (got 1000000)"),
         (["--drawn", "3", "--shape", "64x32"], "leave out the others"),
         (["--drawn", "3", "--against", "main"], "--against takes rows of the table"),
         (["--shape", "64x32", "--record", "RECORD"], "--record takes rows of the table"),

@@ -39,8 +39,10 @@ def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(
 
 
 def test_an_unknown_row_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("dense", "--rows", "kqv.*") is ExitCode.USAGE
-    assert "--rows 'kqv.*' matches none" in capsys.readouterr().err
+    assert bench("dense", "--rows", "qvk.m1.r16") is ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "--rows 'qvk.m1.r16' matches none" in said
+    assert said.endswith("; did you mean 'qkv.m1.r16'?\n")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -164,6 +166,24 @@ def test_an_invalid_section_is_reported_with_its_file_and_field(
     update_section(record, name, section)
     assert bench("show", str(record), kind) is ExitCode.USAGE
     assert f"{record}: section {name!r}: {problem}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base_us", [None, "9", {}])
+def test_a_damaged_figure_is_reported_with_its_file_when_its_record_is_shown_or_plotted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, base_us: object
+) -> None:
+    record = tmp_path / "record.json"
+    rows = tuple(RowFigures(row, 9.0, {"ours": 10.0}, {"ours": 1.0}) for row in dense_rows())
+    section = DenseFigures("ours", None, 4e12, rows, ()).payload()
+    section["rows"][3]["base_us"] = base_us
+    update_section(record, KINDS["dense"].section, section)
+    update_section(record, KINDS["moe"].section, MoEFigures("ours", None, 4e12, ()).payload())
+    assert bench("show", str(record)) is ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"loragate bench: {record}: section 'bench_dense': ")
+    assert "Traceback" not in said
+    assert bench("plot", str(record), "--out", str(tmp_path / "plots")) is ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(f"loragate bench: {record}: ")
 
 
 def test_a_bar_that_is_missed_or_was_not_measured_says_so() -> None:

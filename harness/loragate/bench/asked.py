@@ -19,6 +19,7 @@ from loragate.bench.streams_draw import LAYERS, RANKS, draw, drawn_tokens
 from loragate.core.drawn import drawn_number
 
 _RANK = 16
+_MOST_DRAWN = 10_000
 # with fewer tokens than two to this power
 _EXPERT_SIZE_CLASSES = 12
 # hidden and intermediate size of an expert, experts, experts of a token
@@ -37,24 +38,26 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks for. `drawn`: how many points, of `seed`; without shapes."""
+    """What the command line asks for. `drawn`: how many points, of `seed`; without shapes; None if
+    that was not said."""
 
     shapes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    drawn: int = 0
+    drawn: int | None = None
     seed: int | None = None
 
     def check(self) -> None:
         """Raises ValueError that names the option."""
-        if self.drawn and (self.shapes or self.ranks or self.tokens):
+        if self.drawn is not None and (self.shapes or self.ranks or self.tokens):
             raise ValueError("--drawn draws shapes, ranks and tokens; leave out the others")
-        if self.seed is not None and not self.drawn:
+        if self.seed is not None and self.drawn is None:
             raise ValueError("--seed is that of drawn points; say how many with --drawn")
         if (self.ranks or self.tokens) and not self.shapes:
             raise ValueError("--rank and --tokens are those of layers; name one with --shape")
-        if self.drawn < 0:
-            raise ValueError(f"--drawn must be at least 1 (got {self.drawn})")
+        # beyond that there may be no other points to draw, and none could be waited for
+        if self.drawn is not None and not 1 <= self.drawn <= _MOST_DRAWN:
+            raise ValueError(f"--drawn must be from 1 to {_MOST_DRAWN} (got {self.drawn})")
         for option, values in (("--rank", self.ranks), ("--tokens", self.tokens)):
             if min(values, default=1) < 1:
                 raise ValueError(f"{option} must be at least 1 (got {min(values)})")
@@ -66,7 +69,7 @@ class Asked:
 def dense_asked(asked: Asked, tokens: Sequence[int]) -> tuple[DenseRow, ...]:
     """Rows of dense layers; `tokens` where the user names none. Raises ValueError."""
     asked.check()
-    if asked.drawn:
+    if asked.drawn is not None:
         points = draw(asked.seed or 0, asked.drawn)
         return tuple(DenseRow(str(LAYERS[p.layer]), p.tokens, p.rank) for p in points)
     return _all_of(asked, tokens, lambda shape, m, rank: DenseRow(str(linear_of(shape)), m, rank))
@@ -75,7 +78,7 @@ def dense_asked(asked: Asked, tokens: Sequence[int]) -> tuple[DenseRow, ...]:
 def moe_asked(asked: Asked, tokens: Sequence[int]) -> tuple[DeltaRow, ...]:
     """Rows of products of experts, those with the same adapters beside each other. ValueError."""
     asked.check()
-    if asked.drawn:
+    if asked.drawn is not None:
         return _drawn_experts(asked.seed or 0, asked.drawn)
     return _all_of(
         asked, tokens, lambda shape, m, rank: DeltaRow(str(projection_of(shape)), rank, m)

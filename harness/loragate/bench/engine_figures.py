@@ -94,10 +94,10 @@ class EngineRowFigures:
         the whole times. None where what is added is hidden, or lost in the noise."""
         if self.row.work is Work.SERVE:
             return self.us[Serving.LORAKERNELS] / self.us[Serving.VLLM]
-        added = self.added_us(Serving.VLLM)
-        if self.waits_for_host or added < _LEAST_SHARE * self.us[Serving.BASE]:
+        ours, theirs = self.added_us(Serving.LORAKERNELS), self.added_us(Serving.VLLM)
+        if self.waits_for_host or theirs < _LEAST_SHARE * self.us[Serving.BASE]:
             return None
-        return self.added_us(Serving.LORAKERNELS) / added
+        return ours / theirs if ours > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

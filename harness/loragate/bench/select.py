@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
+from loragate.matrix.problems import nearest
+
 
 class Row(Protocol):
     @property
@@ -23,9 +25,11 @@ def select_rows(rows: Sequence[_Row], patterns: Sequence[str]) -> tuple[_Row, ..
     """
     for pattern in patterns:
         if not any(fnmatchcase(row.id, pattern) for row in rows):
+            near = nearest(pattern, [row.id for row in rows])
             raise ValueError(
                 f"--rows {pattern!r} matches none of the {len(rows)} rows; "
                 f"they are named like {rows[0].id!r} and {rows[-1].id!r}"
+                + (f"; did you mean {near!r}?" if near else "")
             )
     if not patterns:
         return tuple(rows)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -34,8 +36,7 @@ from loragate.events.model import Note
 from loragate.records.results import ResultsError, require_section
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
     from loragate.bench.contender import Contender
     from loragate.core.machine import Machine
@@ -120,9 +121,7 @@ def _add_asked(parser: argparse.ArgumentParser, kind: Kind) -> None:
             metavar="N",
             help=f"{what} of the layers; may be repeated",
         )
-    group.add_argument(
-        "--drawn", type=int, default=0, metavar="N", help="N points, drawn from a seed"
-    )
+    group.add_argument("--drawn", type=int, metavar="N", help="N points, drawn from a seed")
     group.add_argument("--seed", type=int, metavar="S", help="of the drawn points (default: 0)")
 
 
@@ -165,31 +164,37 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
     kind = KINDS[arguments.kind]
     with usage_errors():
         section = require_section(arguments.record, kind.section)
-        figures = _figures(arguments.record, kind, section)
-        say("\n".join([kind.markdown(figures), "", *markdown_bars(figures.bars())]))
+        with _reading(f"{arguments.record}: section {kind.section!r}"):
+            figures: Figures = kind.read(section)
+            # a field of another type shows only here
+            lines = [kind.markdown(figures), "", *markdown_bars(figures.bars())]
+        say("\n".join(lines))
     return ExitCode.OK
 
 
 def run_plot_command(arguments: argparse.Namespace) -> ExitCode:
     try:
         with usage_errors():
-            for path in write_plots(plots_of(arguments.record), arguments.out):
+            with _reading(str(arguments.record)):
+                plots = plots_of(arguments.record)
+            for path in write_plots(plots, arguments.out):
                 say(str(path))
     except (MissingMatplotlib, OSError) as error:
         raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
     return ExitCode.OK
 
 
-def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
-    """The figures of a section. Raises ResultsError that names the file and the field."""
-    where = f"{record}: section {kind.section!r}"
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Within, figures are taken from a record, which may be damaged. Raises ResultsError."""
     try:
-        figures: Figures = kind.read(section)
+        yield
+    except ResultsError:
+        raise
     except KeyError as error:
         raise ResultsError(f"{where}: no field {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ResultsError(f"{where}: {error}") from error
-    return figures
 
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
