@@ -44,6 +44,7 @@ def folder(
         "env": "UPDATE scan_runs SET environment = '{torch'",
         "outcome": "UPDATE trials SET outcome = 'eaten'",
         "health": "UPDATE trials SET health = '[1]'",
+        "orphan": "UPDATE trials SET run = 'lost'",
         "noon": "UPDATE trials SET at = 'noon' WHERE number = 2",
     }.items():
         shutil.copy("good.db", f"{name}.db")
@@ -106,6 +107,10 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
         ("history --history good.db merge outcome.db", "outcome.db: trials with run night-1, num"),
         ("history --history good.db merge health.db", "health.db: trials with run night-1, numb"),
         ("history --history good.db merge noon.db", "noon.db: trials with run night-1, number 2"),
+        (
+            "history --history good.db merge orphan.db",
+            "orphan.db: a trial belongs to a run that is",
+        ),
         ("history --history good.db merge env.db", "env.db: scan_runs with uid night-1"),
         ("history --history good.db import none", "none: No such file or directory"),
         ("history --history good.db import report", "report: must be a regular file"),
@@ -293,3 +298,23 @@ def test_an_import_that_fails_makes_no_history(
     assert said.startswith(f"loragate history: {files[-1]}:")
     assert said.count("\n") == 1
     assert not list(folder.glob("new.db*"))
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["text.db"], "history text.db: (sqlite3.DatabaseError) file is not a database"),
+        (["zero.db"], "history 'zero.db': the file is empty"),
+        (["good.db", "outcome.db"], "outcome.db: trials with run night-1, number 0: is no record"),
+        (["env.db"], "env.db: scan_runs with uid night-1: "),
+    ],
+)
+def test_a_merge_that_fails_makes_no_history(
+    others: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("zero.db").touch()
+    code, said = _said(capsys, "history", "--history", "new.db", "merge", *others)
+    assert (code, message in said) == (ExitCode.USAGE, True), said
+    assert not list(folder.glob("new.db*"))
+    # a copy that was cut does not become a history by that
+    assert not Path("zero.db").read_bytes()

@@ -73,8 +73,13 @@ def open_named(where: str, *, is_made: bool) -> Iterator[History]:
 def _refuse_missing(where: str) -> None:
     # an empty history in place of a name with a mistake would look like nights that found nothing
     path = file_of(where)
-    if path is not None and not path.is_file():
+    if path is None:
+        return
+    if not path.is_file():
         raise HistoryError(f"there is no history {where!r}")
+    if not path.stat().st_size:
+        # a copy that was cut
+        raise HistoryError(f"history {where!r}: the file is empty")
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -85,9 +90,21 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             _refuse_missing(name)
     if arguments.act is _import:
         _check_files(arguments)
+    if arguments.act is _merge:
+        _check_others(arguments)
     with open_named(arguments.history, is_made=is_made) as history:
         arguments.act(arguments, history)
     return ExitCode.OK
+
+
+def _check_others(arguments: argparse.Namespace) -> None:
+    """Before a history is made for them. Raises CommandError."""
+    path = file_of(arguments.history)
+    if path is None or path.exists():
+        return
+    for name in arguments.others:
+        with open_named(name, is_made=False) as other:
+            other.check()
 
 
 def _merge(arguments: argparse.Namespace, history: History) -> None:

@@ -167,14 +167,23 @@ class History:
         with self._reading() as connection:
             return connection.scalar(select(func.count()).select_from(TRIALS)) or 0
 
+    def check(self) -> None:
+        """Raises HistoryError for a record that `merge` refuses."""
+        self.runs(), self.paths()
+        if self._file:
+            with self._reading() as connection:
+                check_trials(connection, "main", self.name)
+
     def merge(self, other: History) -> int:
         """Add what `other` has and this one has not; returns how many trials that was."""
-        if self._file and other._file:
-            # these are few
-            other.runs(), other.paths()
-            return self._merge_file(other._file, other.name)
-        rows = map(tables.row_of, other.trials())
-        return self._merge(other.runs(), other.paths(), rows)
+        try:
+            if self._file and other._file:
+                other.check()
+                return self._merge_file(other._file, other.name)
+            rows = map(tables.row_of, other.trials())
+            return self._merge(other.runs(), other.paths(), rows)
+        except IntegrityError as error:
+            raise HistoryError(f"{other.name}: a trial belongs to a run that is unknown") from error
 
     def take(
         self,
@@ -244,7 +253,9 @@ class History:
         self, of: Callable[[Mapping[str, Any]], T], table: Table, found: CursorResult[Any]
     ) -> Iterator[T]:
         """Raises HistoryError, which names the row, for one that is no record."""
-        for row in _rows(found):
+        names = tuple(found.keys())
+        for values in found:
+            row = dict(zip(names, values, strict=True))
             try:
                 record = of(row)
             except (ValueError, TypeError) as error:
@@ -283,11 +294,6 @@ class History:
                 # from the start: a reader that begins to write may have to give up
                 connection.execute(text("BEGIN IMMEDIATE"))
             yield
-
-
-def _rows(found: CursorResult[Any]) -> Iterator[dict[str, Any]]:
-    names = tuple(found.keys())
-    return (dict(zip(names, row, strict=True)) for row in found)
 
 
 def _reason(error: SQLAlchemyError) -> str:
