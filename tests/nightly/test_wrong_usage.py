@@ -253,6 +253,16 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(
     assert not Path("new.db").exists()
 
 
+def test_what_was_found_is_shown_although_its_report_cannot_be_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["morning", "--history=good.db", "--report=good.jsonl"]) == ExitCode.INFRASTRUCTURE
+    shown = capsys.readouterr()
+    assert "Undecided, and what it takes" in shown.out
+    assert "page:" not in shown.out
+    assert "report folder good.jsonl: cannot be written" in shown.err
+
+
 @pytest.mark.parametrize("record", ["/proc/x.json", "/proc/x/y.json", "good.jsonl/x.json"])
 def test_a_record_that_cannot_be_written_is_refused_before_anything_is_tried(
     record: str, folder: Path, capsys: pytest.CaptureFixture[str]

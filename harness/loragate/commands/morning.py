@@ -80,16 +80,17 @@ def _unwritten(report: Path, error: OSError) -> CommandError:
 def write_morning(
     arguments: argparse.Namespace, history: History, *, cases: Sequence[str] = ()
 ) -> Morning:
-    """Write, print and return the page. cases: those that should have been judged. Raises
+    """Print, write and return the page. cases: those that should have been judged. Raises
     CommandError."""
     page = _page(arguments, history, cases)
+    # first: what hours have found is shown although the disk of the report is full
+    say(render_terminal(page, colour_for(sys.stdout, os.environ)))
     try:
         write_atomically(arguments.report / HTML_NAME, render_html(page))
         write_atomically(arguments.report / MARKDOWN_NAME, render_markdown(page))
     except OSError as error:
         raise _unwritten(arguments.report, error) from error
     append_to_step(lambda: render_markdown(page), os.environ)
-    say(render_terminal(page, colour_for(sys.stdout, os.environ)))
     say(f"page: {arguments.report / HTML_NAME}")
     return page
 
