@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from loragate.history import TrialRecord
 from loragate.nightly.conditions import (
     PLAIN,
     Cache,
@@ -21,7 +22,8 @@ from loragate.nightly.conditions import (
     conditions_of,
 )
 from loragate.nightly.diagnosis import diagnose
-from loragate.nightly.suspects import Cell, Sighting, Suspect, TimeSpentError
+from loragate.nightly.replays import replay_of_diagnosis
+from loragate.nightly.suspects import ALONE, Cell, Sighting, Suspect, TimeSpentError
 
 Shows = Callable[[Cell], str]
 
@@ -127,6 +129,17 @@ def test_a_result_that_changes_whatever_is_held_changes_from_run_to_run() -> Non
     turns = cycle(["good", "good", "good", "good", "odd"])
     found = diagnose(_suspect(), _Lab(lambda cell: next(turns)))
     assert found.cause is Cause.RUN_TO_RUN
+
+
+def test_a_result_that_becomes_another_one_for_good_has_a_rate_and_a_replay(
+    trial: Callable[..., TrialRecord],
+) -> None:
+    # as a file that processes leave behind may do it
+    shown = chain(repeat("good", ALONE), repeat("odd"))
+    found = diagnose(_suspect(), _Lab(lambda cell: next(shown)))
+    assert found.cause is Cause.RUN_TO_RUN
+    assert 0 < found.changed < found.tried
+    assert " --times " in replay_of_diagnosis(found, trial(0))
 
 
 def test_a_rare_change_is_not_taken_for_constant_after_a_few_trials() -> None:

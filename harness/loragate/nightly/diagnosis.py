@@ -49,7 +49,8 @@ def _diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:
     try:
         return what_changes(Constant(suspect, odd, alone[0]), try_cell, len(alone))
     except ChangesAloneError as found:
-        return _of_changing(suspect, found.trials, try_cell)
+        # the later trials alone may all show the same, another one than the first
+        return _of_changing(suspect, [*alone, *found.trials], try_cell)
 
 
 class _Hold(NamedTuple):
