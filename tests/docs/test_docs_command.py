@@ -29,7 +29,7 @@ from loragate.core.verdict import ExitCode, Verdict
 from loragate.docs.blocks import BlockError, content_of, replaced
 from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
 from loragate.docs.results import gate_sentences, provenance_line
-from loragate.records.results import update_section
+from loragate.records.results import read_section, update_section
 
 ORIGIN = ("commit", "machine", "recorded_at", "versions")
 SOURCES = ("README.md", "docs", "ci/results", "cases")
@@ -204,6 +204,30 @@ def test_a_page_without_a_marker_is_a_usage_error(
     assert main(["docs"]) == ExitCode.USAGE
     message = "loragate docs: docs/faults.md: must hold <!-- kill rates: end --> once (got 0)\n"
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "where"),
+    [
+        ("scan", "overhead", "docs/nightly.md: block 'scans': a record of ci/results: "),
+        ("bench_moe", "aligns", "docs/img: ci/results/nvidia-h200.json: "),
+    ],
+)
+def test_a_damaged_record_is_a_usage_error_that_names_what_shows_it(
+    section: str,
+    field: str,
+    where: str,
+    copied: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = read_section(copied / GPU_RECORD, section)
+    assert found is not None
+    update_section(copied / GPU_RECORD, section, found | {field: "x"})
+    blocks = [block for block in BLOCKS if block.name == "scans"]
+    monkeypatch.setattr("loragate.docs.pages.BLOCKS", blocks)
+    assert main(["docs", "--check"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(f"loragate docs: {where}")
 
 
 def test_a_missing_section_is_a_usage_error(

@@ -73,6 +73,11 @@ def test_nothing_says_when_a_leg_has_ended_without_the_events_of_its_run(
     assert "--after-leg needs --events" in capsys.readouterr().err
 
 
+def test_a_page_that_tries_nothing_is_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["findings", "--page", "--record=x.json"]) == ExitCode.USAGE
+    assert "--page tries nothing to record; leave out --record" in capsys.readouterr().err
+
+
 def test_a_record_names_the_code_as_it_was_before_the_first_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ OUTCOMES = [
         ([], "is required"),
         (["--sample", "2", "--module", "nowhere/*"], "no module like"),
         (["--sample", "2", "--module", "dense/*", "--record", "x.json"], "leave out --module"),
+        (["--sample", "2", "--list", "--record", "x.json"], "leave out --record"),
         (["--sample", "2", "--operator", "edge", "--record", "x.json"], "leave out --operator"),
         (
             ["--sample", "2", "--module", "dense/launch.py", "--operator", "no-such"],

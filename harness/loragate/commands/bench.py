@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -33,7 +31,7 @@ from loragate.core.output import say
 from loragate.core.verdict import ExitCode, Verdict, worst
 from loragate.events.log import EventWriter
 from loragate.events.model import Note
-from loragate.records.results import ResultsError, require_section
+from loragate.records.results import require_section, taken_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +162,7 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
     kind = KINDS[arguments.kind]
     with usage_errors():
         section = require_section(arguments.record, kind.section)
-        with _reading(f"{arguments.record}: section {kind.section!r}"):
+        with taken_from(f"{arguments.record}: section {kind.section!r}"):
             figures: Figures = kind.read(section)
             # a field of another type shows only here
             lines = [kind.markdown(figures), "", *markdown_bars(figures.bars())]
@@ -175,26 +173,13 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
 def run_plot_command(arguments: argparse.Namespace) -> ExitCode:
     try:
         with usage_errors():
-            with _reading(str(arguments.record)):
+            with taken_from(str(arguments.record)):
                 plots = plots_of(arguments.record)
             for path in write_plots(plots, arguments.out):
                 say(str(path))
     except (MissingMatplotlib, OSError) as error:
         raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
     return ExitCode.OK
-
-
-@contextmanager
-def _reading(where: str) -> Iterator[None]:
-    """Within, figures are taken from a record, which may be damaged. Raises ResultsError."""
-    try:
-        yield
-    except ResultsError:
-        raise
-    except KeyError as error:
-        raise ResultsError(f"{where}: no field {error}") from error
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ResultsError(f"{where}: {error}") from error
 
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:

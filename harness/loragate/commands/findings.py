@@ -56,6 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
+        if arguments.record and arguments.page:
+            raise ValueError("--page tries nothing to record; leave out --record")
         findings = load_ledger(ledger_path())
         recorder = open_record(arguments, SECTION)
         if arguments.after_leg is not None and arguments.events is None:

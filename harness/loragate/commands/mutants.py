@@ -91,6 +91,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> ExitCode:
     sources = read_sources()
     with usage_errors():
+        if arguments.record and arguments.list:
+            raise ValueError("--list plants nothing to record; leave out --record")
         for option in ("module", "operator"):
             if arguments.record and getattr(arguments, option):
                 raise ValueError(f"--record takes whole samples; leave out --{option}")

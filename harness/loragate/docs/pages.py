@@ -31,7 +31,7 @@ from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
 from loragate.mutants import record as mutants
 from loragate.mutants.rates import render_rates
-from loragate.records.results import ResultsError, read_section, require_section
+from loragate.records.results import read_section, require_section, taken_from
 from loragate.scan import figures as scans
 
 CPU_RECORD = Path("ci/results/cpu.json")
@@ -69,7 +69,8 @@ class Records:
         return read_section(self.root / SMALLER_GPU_RECORD, name)
 
     def plots(self) -> tuple[Plot, ...]:
-        return plots_of(self.root / GPU_RECORD)
+        with taken_from(f"{PLOTS}: {GPU_RECORD}"):
+            return plots_of(self.root / GPU_RECORD)
 
     def _section(self, record: Path, name: str) -> dict[str, Any]:
         return require_section(self.root / record, name)
@@ -83,11 +84,8 @@ class Block:
 
     def content(self, records: Records) -> str:
         """Raises ResultsError for a record that is missing, or lacks what the block shows."""
-        try:
+        with taken_from(f"{self.page}: block {self.name!r}: a record of ci/results"):
             return self.render(records)
-        except (KeyError, IndexError, TypeError) as error:
-            text = f"{self.page}: block {self.name!r}: a record lacks {error}"
-            raise ResultsError(text) from error
 
 
 def _later(records: Records) -> dict[str, Section | None]:

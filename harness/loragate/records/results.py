@@ -6,7 +6,8 @@ Invariant: a section is replaced as a whole and atomically; a reader never sees 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def require_section(path: Path, name: str) -> dict[str, Any]:
         raise ResultsError(f"{path}: no section {name!r}; recorded are: {recorded}")
     section: dict[str, Any] = sections[name]
     return section
+
+
+@contextmanager
+def taken_from(where: str) -> Iterator[None]:
+    """Within, figures are taken from a record, which may be damaged. Raises ResultsError."""
+    try:
+        yield
+    except ResultsError:
+        raise
+    except KeyError as error:
+        raise ResultsError(f"{where}: no field {error}") from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ResultsError(f"{where}: {error}") from error
 
 
 def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
