@@ -62,6 +62,7 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
         (["gate", "--seeds=2", "--draw=1"], "not allowed with argument"),
         (["gate", "--repeats=0"], "must be a number from 1 up (got '0')"),
         (["replay", "x", "--draw=-1"], "must be a number from 0 up (got '-1')"),
+        (["replay", "x", f"--draw={'9' * 19}"], "from 0 up, of at most 18 digits (got '9999"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

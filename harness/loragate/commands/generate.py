@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             arguments.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, file_text(site, cases, f"{_MADE_BY} {asked}`"))
         except OSError as error:
-            raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
+            text = f"{path}: cannot be written: {error.strerror}"
+            raise CommandError(text, ExitCode.INFRASTRUCTURE) from error
         say(f"{path}: {len(cases)} cases")
     return ExitCode.OK
 

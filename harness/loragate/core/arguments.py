@@ -11,11 +11,13 @@ _MOST_DIGITS = 18
 
 def count_from(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     """A type for an argument that is an integer of at least `lowest`, and at most `highest`."""
-    allowed = f"from {lowest} up" if highest is None else f"from {lowest} to {highest}"
 
     def parse(text: str) -> int:
         number = int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
         if number < lowest or (highest is not None and number > highest):
+            allowed = f"from {lowest} up" if highest is None else f"from {lowest} to {highest}"
+            if highest is None and len(text) > _MOST_DIGITS:
+                allowed += f", of at most {_MOST_DIGITS} digits"
             raise argparse.ArgumentTypeError(f"must be a number {allowed} (got {text!r})")
         return number
 
