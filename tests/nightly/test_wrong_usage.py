@@ -232,6 +232,8 @@ def test_a_first_line_that_names_no_schema_is_refused(
         (_ENTRY.replace("2026-01-31", "2026-02-30") + "}", "q.yaml:1: there is no date"),
         (_ENTRY.replace("2026-01-31", "'2026-01-31'") + "}", "since must be a date as 2026-01-31"),
         (_ENTRY.replace("bf16", "bf17") + "}", "did you mean some.dense_delta.dtype-bf16?"),
+        (_ENTRY + f", clean_runs: {'9' * 5000}}}", "q.yaml: Exceeds the limit (4300 digits)"),
+        (_ENTRY + ", clean_runs: !!float ten}", "q.yaml: could not convert string to float: 'ten'"),
         (_ENTRY + ", clean_runs: yes}", "clean_runs must be a number from 1 up (got True)"),
     ],
 )

@@ -83,6 +83,9 @@ def read_yaml(path: Path) -> Any:
         raise YamlFileError(f"{path}: is not YAML: {error}") from error
     except RecursionError as error:
         raise YamlFileError(f"{path}: is nested too deeply") from error
+    # a value that Python cannot make, as a number of thousands of digits
+    except ValueError as error:
+        raise YamlFileError(f"{path}: {error}") from error
 
 
 def _line(error: yaml.MarkedYAMLError) -> str:
