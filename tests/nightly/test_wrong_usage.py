@@ -39,6 +39,7 @@ def folder(
     Path("report").mkdir()
     for name, statement in {
         "newer": "UPDATE history_schema SET version = 99",
+        "zeroth": "UPDATE history_schema SET version = 0",
         "empty": "DELETE FROM history_schema",
         "lost": "DROP TABLE trials",
         "env": "UPDATE scan_runs SET environment = '{torch'",
@@ -125,6 +126,7 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
         ("morning --history text.db", "history text.db: (sqlite3.DatabaseError) file is not a"),
         ("morning --history short.db", "history short.db: (sqlite3.DatabaseError) database disk"),
         ("morning --history newer.db", "update loragate, or name another history"),
+        ("morning --history zeroth.db", "zeroth.db has schema 0, and must have one from 1 up"),
         ("morning --history empty.db", "has a table of its schema, and no schema in it"),
         ("morning --history lost.db", "lost.db lacks the table trials"),
         ("morning --history env.db", "env.db: scan_runs with uid night-1: "),

@@ -29,6 +29,9 @@ def _upgrade(connection: Connection, name: str) -> None:
     version = connection.scalar(select(func.max(SCHEMA_TABLE.c.version)))
     if version is None:
         raise HistoryError(f"{name} has a table of its schema, and no schema in it")
+    # SQLite keeps a text in a column of numbers
+    if not isinstance(version, int) or version < 1:
+        raise HistoryError(f"{name} has schema {version!r}, and must have one from 1 up")
     if version > tables.SCHEMA:
         raise HistoryError(
             f"{name} has schema {version}; this version of loragate reads up to "
