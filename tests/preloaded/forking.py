@@ -1,7 +1,8 @@
 """`python forking.py FD`: a process that has imported torch, and forks processes of Python.
 
 An order is JSON with the files of the fork's streams; the answers are the number of the fork, and a
-word once it is a child of who asked. preloaded.py sends them.
+word once it is a child of who asked, in its own session or group and with its own signals.
+preloaded.py sends orders.
 """
 
 from __future__ import annotations
@@ -57,17 +58,22 @@ def _ordered(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         for file in files:
             os.close(file)
         os.waitpid(between, 0)
-        connection.send(b"adopted")
 
 
-def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
-    """What is done between fork and exec."""
+def _begin(order: dict[str, Any]) -> None:
+    """What is done between fork and exec, but for the files."""
     for number in ENDING:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in order["ignored"] else default)
     os.sched_setaffinity(0, order["cores"])
     os.umask(order["umask"])
     os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+
+
+def _take(files: Sequence[int], order: dict[str, Any]) -> None:
+    """The streams, and other files that are passed on."""
     # none of them has the number of another one
     least = 1 + max(order["numbers"])
     moved = [os.dup(file) if file >= least else _above(file, least) for file in files]
@@ -76,8 +82,6 @@ def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
     for file, number in zip(moved, order["numbers"], strict=True):
         os.dup2(file, number, inheritable=True)
         os.close(file)
-    os.environ.clear()
-    os.environ.update(order["env"])
 
 
 def _above(file: int, least: int) -> int:
@@ -132,14 +136,20 @@ def _serve(connection: socket.socket, read: Mapping[str, str]) -> tuple[dict[str
         elif order["group"] >= 0:
             os.setpgid(0, order["group"])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.close()
         if os.fork():
             theirs.close()
             server = Server(ours, read)
-            _begin(order, files)
+            try:
+                _begin(order)
+            finally:
+                # not before: who asked may send a signal at once, to the process or to its group
+                connection.send(b"ready")
+            connection.close()
+            _take(files, order)
             return order, server
         # the server of that fork
         ours.close()
+        connection.close()
         for file in files:
             os.close(file)
         connection = theirs

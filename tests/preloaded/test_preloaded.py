@@ -174,3 +174,15 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_fork_can_be_ended_through_its_session_as_soon_as_it_was_started(
+    preloaded_server: Server, number: signal.Signals
+) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with preloaded_server.in_use():
+        for _ in range(30):
+            with subprocess.Popen(sleep, start_new_session=True) as process:
+                os.killpg(process.pid, number)
+                assert process.wait(timeout=20) == -number
