@@ -17,7 +17,7 @@ from loragate.engine.bisection import Deviation, Trace, first_deviation
 from loragate.engine.layers.layout import LOUDNESS
 from loragate.engine.logprobs import logprob_change, logprob_noise, wrong_logprobs
 from loragate.engine.reference import Judged, Reference
-from loragate.engine.report import BASE, DRAFT, Defect, Report, WrongLogprobs
+from loragate.engine.report import BASE, DRAFT, Defect, Report
 from loragate.engine.requests import Completion, Request
 from loragate.engine.verdicts import TokenVerdict, token_verdict
 
@@ -84,6 +84,13 @@ class Judge:
         wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
         verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
         of_logprobs = logprob_noise(change for _, change in measured)
+        unlike = (
+            wrong_logprobs(
+                number, *one, of_logprobs, names=self._adapters, reference=self._reference
+            )
+            for number, one in enumerate(zip(requests, completions, judged, strict=True))
+            if not wrong[number]
+        )
         return Report(
             tokens=len(verdicts),
             near_ties=verdicts.count(TokenVerdict.NEAR_TIE),
@@ -97,29 +104,7 @@ class Judge:
             requests=len(requests),
             matches=sum(map(_is_own_text, requests, judged)),
             logprob_noise=of_logprobs,
-            wrong_logprobs=tuple(
-                found
-                for number, one in enumerate(zip(requests, completions, judged, strict=True))
-                if not wrong[number] and (found := self._wrong_logprobs(number, *one, of_logprobs))
-            ),
-        )
-
-    def _wrong_logprobs(
-        self,
-        number: int,
-        request: Request,
-        completion: Completion,
-        judged: Sequence[Judged],
-        noise: float,
-    ) -> WrongLogprobs | None:
-        return wrong_logprobs(
-            number,
-            request,
-            completion,
-            judged,
-            noise,
-            names=self._adapters,
-            reference=self._reference,
+            wrong_logprobs=tuple(filter(None, unlike)),
         )
 
     def _noise(self, request: Request, completion: Completion) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The class that vLLM makes its wrappers of, with stand-ins for what it takes from vLLM."""
+"""The wrapper class of the plug-in, imported beside fake modules of vLLM."""
 
 from __future__ import annotations
 
