@@ -47,8 +47,8 @@ def test_the_fullest_visible_gpu_bounds_the_workers_of_each():
     assert workers_per_gpu(["0", "1"], listed(9, 3, 0), 0) == 2
 
 
-def test_no_gpu_gets_more_than_eleven_workers_or_fewer_than_one():
-    assert workers_per_gpu(["0"], listed(100), 0) == 11
+def test_no_gpu_gets_more_than_fourteen_workers_or_fewer_than_one():
+    assert workers_per_gpu(["0"], listed(100), 0) == 14
     assert workers_per_gpu(["0"], listed(0), 0) == 1
 
 

@@ -70,17 +70,24 @@ def test_the_cases_without_a_gpu_have_all_cores_to_themselves() -> None:
 @pytest.mark.parametrize(
     ("cores", "gpus", "host_gib", "left"),
     [
+        # what is left: of all cores but one, those that are not of the 14 workers
+        (24, [LARGE], 100, 9),
+        (20, [LARGE], 100, 5),
+        # a quarter of the cores where less is left
+        (19, [LARGE], 100, 4),
         (16, [LARGE], 100, 4),
         # two GPUs have the workers of two
-        (16, [LARGE, LARGE], 100, 0),
-        (32, [LARGE, LARGE], 100, 9),
+        (16, [LARGE, LARGE], 100, 4),
+        (40, [LARGE, LARGE], 100, 11),
+        (32, [LARGE, LARGE], 100, 8),
         # one core is too few to gain anything
-        (14, [LARGE], 100, 2),
-        (13, [LARGE], 100, 0),
+        (8, [LARGE], 100, 2),
+        (7, [LARGE], 100, 0),
         (2, [LARGE], 100, 0),
-        # a worker needs memory of the host as well: with 14 of them beside each other it is full
-        (16, [LARGE], 14 * HOST_BUDGET_BYTES / _GIB, 3),
-        (16, [LARGE], 12 * HOST_BUDGET_BYTES / _GIB, 0),
+        # a worker needs memory of the host as well: with 16 of them beside each other it is full
+        (16, [LARGE], 17 * HOST_BUDGET_BYTES / _GIB, 3),
+        (16, [LARGE], 16 * HOST_BUDGET_BYTES / _GIB, 2),
+        (16, [LARGE], 15 * HOST_BUDGET_BYTES / _GIB, 0),
         # what the workers leave of a small GPU is too little for tests that use it beside them
         (16, [SMALL], 100, 0),
         (32, [LARGE, SMALL], 100, 0),
@@ -89,7 +96,7 @@ def test_the_cases_without_a_gpu_have_all_cores_to_themselves() -> None:
         (16, [], 100, 0),
     ],
 )
-def test_legs_beside_the_cases_get_the_cores_that_the_workers_of_the_gpus_leave(
+def test_legs_beside_the_cases_get_the_cores_that_are_left_or_a_quarter_of_all(
     monkeypatch: pytest.MonkeyPatch, cores: int, gpus: list[int], host_gib: float, left: int
 ) -> None:
     machine(monkeypatch, cores, gpus, host_gib)

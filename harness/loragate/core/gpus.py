@@ -23,9 +23,9 @@ _USABLE = 0.9
 # torch, the interpreter's numpy copies and references of one case
 HOST_BUDGET_BYTES = 3 * _GIB // 2
 # cases leave a GPU idle most of the time, between small kernels; four workers were hardly slower
-# each than two. With this many on an H200 few premerge cases need more than the part of a worker,
-# and of 16 cores enough are left for the legs beside the cases
-MAX_WORKERS_PER_GPU = 11
+# each than two. With this many on an H200 two of a hundred premerge cases need more than the part of
+# a worker
+MAX_WORKERS_PER_GPU = 14
 
 
 class DriverError(Exception):
