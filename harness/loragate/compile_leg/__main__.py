@@ -39,6 +39,22 @@ class _Printer:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.release and not options.update:
+        parser.error("--release needs --update")
+    if options.update and options.arch:
+        parser.error("--update always records the kernels for every GPU")
+    if options.update:
+        return _update_all(options.release, options.baseline, everything=options.all)
+    printer = _Printer()
+    archs = options.arch or ARCHS
+    verdict = run(printer, archs=archs, baseline=options.baseline, everything=options.all)
+    print(f"{printer.results} kernels for {', '.join(f'sm_{arch}' for arch in archs)}: {verdict}")
+    return _EXIT_CODES.get(verdict, ExitCode.INCOMPLETE)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loragate.compile_leg",
         description="Compile every kernel without a GPU and judge its resources.",
@@ -66,27 +82,19 @@ def main(arguments: list[str] | None = None) -> int:
         help="only this compute capability; repeatable",
     )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
-    options = parser.parse_args(arguments)
-    if options.release and not options.update:
-        parser.error("--release needs --update")
-    if options.update and options.arch:
-        parser.error("--update always records the kernels for every GPU")
-    if options.update:
-        try:
-            # before minutes of compiling
-            check_writable(options.baseline)
-        except OSError as error:
-            print(f"{options.baseline}: cannot be written: {error.strerror}", file=sys.stderr)
-            return ExitCode.INFRASTRUCTURE
-    if options.release:
-        return _update_releases(options.release, options.baseline, everything=options.all)
-    if options.update:
-        return _update(options.baseline, everything=options.all)
-    printer = _Printer()
-    archs = options.arch or ARCHS
-    verdict = run(printer, archs=archs, baseline=options.baseline, everything=options.all)
-    print(f"{printer.results} kernels for {', '.join(f'sm_{arch}' for arch in archs)}: {verdict}")
-    return _EXIT_CODES.get(verdict, ExitCode.INCOMPLETE)
+    return parser
+
+
+def _update_all(releases: list[str], baseline: Path, *, everything: bool) -> int:
+    try:
+        # before minutes of compiling
+        check_writable(baseline)
+    except OSError as error:
+        print(f"{baseline}: cannot be written: {error.strerror}", file=sys.stderr)
+        return ExitCode.INFRASTRUCTURE
+    if releases:
+        return _update_releases(releases, baseline, everything=everything)
+    return _update(baseline, everything=everything)
 
 
 def _update(baseline: Path, *, everything: bool) -> int:

@@ -12,7 +12,7 @@ rows, the single row what it is beside others, and no step may write to an earli
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -37,6 +37,35 @@ _KIND = DataKind.EXACT
 _MOST_KEPT = 1 << 14
 
 
+@dataclass(slots=True)
+class _Server:
+    """The instance under test after some scenes: what its slots hold, what another instance does
+    before its next step, and the results that are kept, each with a copy."""
+
+    session: Session
+    base: BaseLayer | None
+    resident: dict[int, Pool | None] = field(default_factory=dict)
+    between: WriteInput | None = None
+    results: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def load(self, scene: Scene) -> None:
+        for slot, pool in scene.loads.items():
+            _move(self.session, slot, pool)
+        self.resident |= scene.loads | scene.same_as
+
+    def step(self, batch: Batch) -> Tensor:
+        result = self.session.step(batch, self.between)
+        # memory has place for two instances
+        self.between = None
+        if result.numel() <= _MOST_KEPT:
+            self.results.append((result, result.clone()))
+        return result
+
+    @property
+    def empty_slots(self) -> list[int]:
+        return [slot for slot, pool in self.resident.items() if pool is None]
+
+
 class Sequence:
     name = OracleName.SEQUENCE
 
@@ -44,49 +73,45 @@ class Sequence:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = _KIND
-        base = base_of(trial, kind)
-        session = Session(trial, base)
+        base = base_of(trial, _KIND)
+        server = _Server(Session(trial, base), base)
         # as a server does that starts
         for slot in range(trial.case.slots):
-            session.instance.unload(slot)
-        resident: dict[int, Pool | None] = {}
-        between: WriteInput | None = None
-        results: list[tuple[Tensor, Tensor]] = []
+            server.session.instance.unload(slot)
         count = 0
-        for count, scene in enumerate(scenes(trial, kind)):
-            for slot, pool in scene.loads.items():
-                _move(session, slot, pool)
-            resident |= scene.loads | scene.same_as
-            batch = batch_of(trial, kind, scene, count)
-            own, other = copy_batch(batch), copy_batch(batch)
-            if scene.moved_rows:
-                # a step that is prepared and never run, with the slots of the step before
-                before = replace(scene, moved_rows=False, all_slots=True)
-                session.instance.prepare(batch_of(trial, kind, before, count - 1).token_slots)
-            result = session.step(own, between)
-            # memory has place for two instances
-            between = None
-            if result.numel() <= _MOST_KEPT:
-                results.append((result, result.clone()))
-            # nothing precedes the first step
-            if count:
-                fresh = _fresh_instance(trial, base, resident)
-                wanted = fresh.step(other)
-                claim = f"a fresh instance ({scene.what})"
-                wrong = self._equal(trial, batch, result, wanted, claim)
-                wrong = wrong or self._surroundings(scene, own, other)
-                if scene.alone:
-                    empty = [slot for slot, pool in resident.items() if pool is None]
-                    wrong = wrong or self._alone(trial, batch, empty, session, result)
-                if wrong is not None:
-                    return wrong
-                del fresh
-                if scene.beside is not None:
-                    other_layer = replace(trial, case=scene.beside)
-                    given = batch_of(other_layer, kind, scene, count)
-                    between = partial(_other_instance(other_layer).step, given)
-        return self._written_over(results) or passed(self.name, steps=float(count + 1))
+        for count, scene in enumerate(scenes(trial, _KIND)):
+            wrong = self._judge_scene(trial, server, scene, count)
+            if wrong is not None:
+                return wrong
+        return self._written_over(server.results) or passed(self.name, steps=float(count + 1))
+
+    def _judge_scene(
+        self, trial: Trial, server: _Server, scene: Scene, count: int
+    ) -> Judgement | None:
+        server.load(scene)
+        batch = batch_of(trial, _KIND, scene, count)
+        own, other = copy_batch(batch), copy_batch(batch)
+        if scene.moved_rows:
+            # a step that is prepared and never run, with the slots of the step before
+            before = replace(scene, moved_rows=False, all_slots=True)
+            slots = batch_of(trial, _KIND, before, count - 1).token_slots
+            server.session.instance.prepare(slots)
+        result = server.step(own)
+        # nothing precedes the first step
+        if not count:
+            return None
+        # the fresh instance is gone when the other one is made
+        wanted = _fresh_instance(trial, server.base, server.resident).step(other)
+        claim = f"a fresh instance ({scene.what})"
+        wrong = self._equal(trial, batch, result, wanted, claim)
+        wrong = wrong or self._surroundings(scene, own, other)
+        if scene.alone:
+            wrong = wrong or self._alone(trial, batch, server.empty_slots, server.session, result)
+        if wrong is None and scene.beside is not None:
+            beside = replace(trial, case=scene.beside)
+            given = batch_of(beside, _KIND, scene, count)
+            server.between = partial(_other_instance(beside).step, given)
+        return wrong
 
     def _equal(
         self, trial: Trial, batch: Batch, result: Tensor, wanted: Tensor, claim: str
