@@ -181,6 +181,16 @@ def logits_of(kit: Any, head_dtype: torch.dtype | None) -> Any:
     return layer
 
 
+@pytest.mark.parametrize(("rank", "reason"), [(512, None), (513, "rank 513 above 512")])
+def test_logits_of_the_largest_rank_are_served_and_of_larger_ones_are_not(
+    kit: Any, rank: int, reason: str | None
+) -> None:
+    layer = logits_of(kit, None)
+    stack = layer.lora_a_stacked
+    layer.lora_a_stacked = stack.new_zeros(*stack.shape[:2], rank, stack.shape[3])
+    assert refusal(layer) == reason
+
+
 @pytest.mark.parametrize("head_dtype", [None, torch.float32])
 def test_outputs_of_the_dtype_of_the_adapters_are_served(
     kit: Any, head_dtype: torch.dtype | None
