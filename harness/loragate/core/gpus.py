@@ -23,8 +23,8 @@ _USABLE = 0.9
 # torch, the interpreter's numpy copies and references of one case
 HOST_BUDGET_BYTES = 3 * _GIB // 2
 # cases leave a GPU idle most of the time, between small kernels; four workers were hardly slower
-# each than two. With this many on an H200 two of a hundred premerge cases need more than the part of
-# a worker
+# each than two. With this many on an H200 two of a hundred premerge cases need more than the part
+# of a worker
 MAX_WORKERS_PER_GPU = 14
 
 

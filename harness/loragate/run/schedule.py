@@ -1,8 +1,8 @@
 """What runs beside what: legs that need cores alone beside those that need the GPU. No torch.
 
 The workers of a GPU leave cores idle on most machines: their number is bounded by the memory of the
-GPU. The other legs are kept to the cores that are left, or to a quarter of all cores where fewer are
-left. The workers are kept to no cores: they share those of the other legs, and have them to
+GPU. The other legs are kept to the cores that are left, or to a quarter of all cores where fewer
+are left. The workers are kept to no cores: they share those of the other legs, and have them to
 themselves once these have ended. With cores for each alone, on an H200 with 16 cores, those of the
 other legs were idle for the last third of a run.
 """
