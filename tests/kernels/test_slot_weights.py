@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +75,7 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
         ),
         (0, [factors(2, 6, scale=float("nan")), None], "scale of slice 0 must be finite"),
         (0, [factors(2, 6, scale=1e39), None], "scale of slice 0 must be finite in float32"),
+        (0, [factors(2, 6, scale=10**400), None], "scale of slice 0 must be finite in float32"),
         (0, [factors(2, 6, scale=1e-50), None], "scale of slice 0 must not vanish in float32"),
         (
             0,
@@ -127,6 +131,14 @@ def test_every_scale_that_float32_holds_is_kept(scale: float) -> None:
     weights = fresh()
     weights.load(0, [factors(1, 6, scale=scale), None])
     assert weights.scales[0].tolist() == [scale, 0.0]
+
+
+# numbers of Python and of numpy that torch takes, and one that it does not take
+@pytest.mark.parametrize("scale", [Fraction(1, 2), np.float32(0.5), np.float64(0.5)])
+def test_a_scale_may_be_any_real_number(scale: float) -> None:
+    weights = fresh()
+    weights.load(0, [factors(1, 6, scale=scale), None])
+    assert weights.scales[0].tolist() == [0.5, 0.0]
 
 
 def test_the_smallest_and_the_largest_geometry_can_be_built() -> None:

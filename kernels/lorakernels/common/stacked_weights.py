@@ -119,7 +119,7 @@ class StackedWeights(ABC, Generic[FactorsT]):
                 self.b[slot, ..., start : start + width, : part.rank].copy_(b)
                 # an assignment would copy from the host and wait for it
                 self.ranks[slot, index].fill_(part.rank)
-                self.scales[slot, index].fill_(part.scale)
+                self.scales[slot, index].fill_(float(part.scale))
             start += width
 
     def load_padded(self, slot: int, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor) -> None:
@@ -276,7 +276,11 @@ def check_scale(what: str, scale: float) -> None:
     # on the CPU, whatever device torch creates tensors on by default
     if not isinstance(scale, Real):
         raise ValueError(f"scale of {what} must be a number (got {scale!r})")
-    stored = torch.tensor(scale, dtype=torch.float64, device="cpu").float().item()
+    try:
+        stored = torch.tensor(float(scale), dtype=torch.float64, device="cpu").float().item()
+    except OverflowError:
+        # an integer beyond the floats of Python
+        stored = math.inf
     if not math.isfinite(stored):
         raise ValueError(f"scale of {what} must be finite in float32 (got {scale})")
     if scale != 0 and stored == 0:

@@ -61,14 +61,14 @@ FAULTS = (
     ),
     _plant(
         "absent-slice-shifts-the-rest",
-        "index].fill_(part.scale)\n            start += width\n",
-        "index].fill_(part.scale)\n                start += width\n",
+        "index].fill_(float(part.scale))\n            start += width\n",
+        "index].fill_(float(part.scale))\n                start += width\n",
         source="vllm #36309",
         why="After a slice that the adapter does not have, B lands in the columns before its own.",
     ),
     _plant(
         "scale-rounded-to-integer",
-        "self.scales[slot, index].fill_(part.scale)",
+        "self.scales[slot, index].fill_(float(part.scale))",
         "self.scales[slot, index].fill_(round(part.scale))",
         source="peft #2733",
         why="A scale that is not an integer is rounded to one.",
