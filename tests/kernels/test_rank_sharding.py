@@ -302,6 +302,27 @@ def test_adapters_around_a_linear_that_exists_are_sharded_as_well(
     Group.of(slices, parallel, 4, build=around).check(randn(10, 48, seed=3))
 
 
+@pytest.mark.parametrize(("slices", "parallel"), [(WIDE, Parallel.COLUMN), (OUT, Parallel.ROW)])
+def test_autocast_does_not_change_what_ranks_return(
+    slices: Sequence[Slice], parallel: Parallel
+) -> None:
+    group, x = Group.of(slices, parallel, 2), randn(10, 48, seed=3)
+    plain = group.parts(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, group.parts(x), plain))
+
+
+def test_a_traced_layer_returns_the_same_within_autocast(fresh_dynamo: None) -> None:
+    group, x = Group.of(OUT, Parallel.ROW, 1), randn(10, 48, seed=3)
+    (alone,) = group.ranks
+    alone.join(_Alone())
+    prepared, workspace = mapping(ROWS), group.workspace()
+    want = alone(x, prepared, workspace)
+    traced = torch.compile(alone, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(traced(x, prepared, workspace), want)
+
+
 def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     group, x = Group.of(WIDE, Parallel.COLUMN, 2), randn(10, 48, seed=3)
     plain = group.parts(x)

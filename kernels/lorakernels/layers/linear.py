@@ -9,6 +9,7 @@ the slot is emptied before the adapter is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -227,9 +228,16 @@ class LoRALinear(LinearAdapters):
             raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
         # before the base product, which would raise what it raises
         check_like("x", rows, self.slots.a)
-        out = F.linear(rows, self.weight, self.bias)
+        with _without_autocast(rows.device):
+            out = F.linear(rows, self.weight, self.bias)
         self.add_sharded(rows, metadata, workspace, out)
         return out
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Within, products have the dtype of their operands, as in the operators of other layers."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def _check_base(packing: Packing, weight: Tensor, bias: Tensor | None) -> None:
