@@ -4,6 +4,7 @@ All ranks of a group run in this process."""
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -300,6 +301,23 @@ def test_adapters_around_a_linear_that_exists_are_sharded_as_well(
     slices: Sequence[Slice], parallel: Parallel
 ) -> None:
     Group.of(slices, parallel, 4, build=around).check(randn(10, 48, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("slices", "parallel", "columns"), [(WIDE, Parallel.COLUMN, 30), (OUT, Parallel.ROW, 37)]
+)
+# fewer, more, those of both ranks, and no matrix
+@pytest.mark.parametrize("shape", [(10, 29), (10, 38), (10, 60), (10,), (10, 30, 1)])
+def test_a_base_that_returns_other_columns_than_those_of_its_rank_is_refused(
+    slices: Sequence[Slice], parallel: Parallel, columns: int, shape: tuple[int, ...]
+) -> None:
+    group, x = Group.of(slices, parallel, 2, build=around), randn(10, 48, seed=3)
+    for layer in group.ranks:
+        assert isinstance(layer, WrappedLoRALinear)
+        layer.base = lambda rows: rows.new_zeros(shape)
+    message = f"out must be [rows, {columns}] (got {list(shape)})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        group.parts(x)
 
 
 @pytest.mark.parametrize(("slices", "parallel"), [(WIDE, Parallel.COLUMN), (OUT, Parallel.ROW)])

@@ -103,7 +103,15 @@ class WrappedLoRALinear(LinearAdapters):
             # linear layers of servers return their bias beside the output
             raise ValueError(f"base must return a tensor (got a {type(out).__name__})")
         if self.collective is not None:
+            self._check_output(out)
             self.add_sharded(rows, metadata, workspace, out)
         else:
             dense_delta(rows, self.slots, metadata, workspace, out)
         return out.view(*x.shape[:-1], out.shape[1])
+
+    def _check_output(self, out: Tensor) -> None:
+        """The base returns this rank's columns and no others: of more of them, as where it gathers
+        those of all ranks, the delta would be added to the first ones. ValueError."""
+        columns = sum(shard.size for shard in self.cut.columns)
+        if out.dim() != 2 or out.shape[1] != columns:
+            raise ValueError(f"out must be [rows, {columns}] (got {list(out.shape)})")
