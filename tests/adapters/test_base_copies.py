@@ -94,3 +94,23 @@ def test_a_rank_that_holds_a_part_of_the_weight_does_not_compare_it(tmp_path: Pa
         "lm_head": LoRALinear(weights["lm_head"], slices=slices, parallel=Parallel.COLUMN, **sizes),
     }
     assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_nothing_but_padding_as_large_as_the_weight_does_not_compare_it(
+    tmp_path: Path, rank: int
+) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    # rank 0 holds all tokens
+    padded = 2 * VOCABULARY
+    sizes = {"num_slots": 1, "rank": RANK, "tp_size": 2, "tp_rank": rank}
+    head = Slice("lm_head", VOCABULARY, padded_width=padded)
+    layers = {
+        "model.embed_tokens": LoRAEmbedding(
+            weights["model.embed_tokens"], padded_vocabulary=padded, **sizes
+        ),
+        "lm_head": LoRALinear(weights["lm_head"], slices=[head], parallel=Parallel.COLUMN, **sizes),
+    }
+    assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0

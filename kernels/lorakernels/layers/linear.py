@@ -34,6 +34,7 @@ from lorakernels.layers.partition import (
     Slice,
     cut_layer,
     cut_rank,
+    whole,
 )
 from lorakernels.layers.sharding import check_sharding, slots_of
 from lorakernels.runtime.collectives import Collective, number_of
@@ -90,7 +91,7 @@ class LinearAdapters(nn.Module):
         """ValueError if an adapter was saved with another base weight than that of this layer."""
         # a layer around another one knows no weight, and a rank has a part of it
         weight = getattr(self, "weight", None)
-        if weight is None or tuple(weight.shape) != base.shape:
+        if weight is None or tuple(weight.shape) != base.shape or not self._is_whole:
             return
         # either of both may have been rounded to the dtype of the other one
         for dtype in (base.dtype, weight.dtype):
@@ -102,6 +103,12 @@ class LinearAdapters(nn.Module):
             f"{module} must have the base weight that was saved with the adapter, such as rows "
             f"of added tokens (got another weight {list(base.shape)})"
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank holds the whole layer. One of nothing but padding may be as large."""
+        columns = tuple(whole(part.width) for part in self.packing.slices)
+        return self.cut.columns == columns and self.cut.inputs == whole(self.packing.in_features)
 
     def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
         """Empty a slot and load a staged adapter into it. ValueError."""
