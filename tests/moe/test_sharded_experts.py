@@ -26,6 +26,7 @@ from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.moe_partition import MoERank, cut_expert_ranks  # noqa: E402
 from lorakernels.layers.partition import LoRASharding, Shard  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.delta.ops import MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer import ops  # noqa: E402
 from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
 from lorakernels.moe.layer.types import RouterWeight  # noqa: E402
@@ -321,6 +322,18 @@ def test_a_workspace_without_room_for_an_exchange_is_refused_by_both_sizes() -> 
     batch, pairs = prepared(layer, torch.arange(MOST).int() % SLOTS)
     with pytest.raises(ValueError, match=r"must hold \d+ values of an exchange between 2 ranks"):
         layer(x, ids, weights, batch, pairs, small)
+
+
+@pytest.mark.parametrize("rows", [ROWS, torch.full((10,), -1, dtype=torch.int32)])
+def test_a_delta_of_pairs_without_a_group_refuses_slots_that_are_sharded(rows: Tensor) -> None:
+    layer = Group.of(2).ranks[0]
+    batch, pairs = prepared(layer, rows)
+    pairs.prepare(routes(10)[0], batch)
+    workspace = MoEWorkspace([layer.w13_slots], max_tokens=MOST, top_k=TOP_K)
+    x, out = randn(10, HIDDEN, seed=3), torch.zeros(10 * TOP_K, layer.w13_slots.out_features)
+    with pytest.raises(ValueError, match=r"must hold all 6 ranks of A.*\(got 3\)"):
+        moe_delta(x, layer.w13_slots, pairs, workspace, out)
+    assert not out.any()
 
 
 def test_a_batch_that_is_known_to_have_base_rows_alone_exchanges_nothing() -> None:

@@ -92,11 +92,11 @@ def check_output(out: Tensor, b: Tensor) -> None:
 
 
 def check_whole(a: Tensor, b: Tensor) -> None:
-    """A has all ranks of B, and not those of one rank of a group."""
-    if a.shape[2] != b.shape[2]:
+    """A, also of experts, has all ranks of B, and not those of one rank of a group."""
+    held, rank = a.shape[-2], b.shape[-1]
+    if held != rank:
         raise ValueError(
-            f"weights must hold all {b.shape[2]} ranks of A, they are sharded by rank "
-            f"(got {a.shape[2]})"
+            f"weights must hold all {rank} ranks of A, they are sharded by rank (got {held})"
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lorakernels.batch.steps import prepared_rows, runs_adapters
 from lorakernels.common.choices import choice_number
 from lorakernels.common.stacked_weights import SlotTensors, device_of
-from lorakernels.dense.check import check_apart, check_like, overlaps_itself
+from lorakernels.dense.check import check_apart, check_like, check_whole, overlaps_itself
 from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
@@ -243,6 +243,7 @@ def _check_layouts(
     x: Tensor, slots: SlotTensors, num_pairs: int, out: Tensor, router_weights: Tensor | None
 ) -> None:
     a, b = slots.a, slots.b
+    check_whole(a, b)
     if tuple(out.shape) != (num_pairs, b.shape[2]):
         raise ValueError(f"out must be [{num_pairs}, {b.shape[2]}] (got {list(out.shape)})")
     if x.shape[1] != a.shape[4]:
