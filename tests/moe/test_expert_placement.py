@@ -106,6 +106,12 @@ def test_places_of_a_load_balancer_are_dealt_out_in_equal_runs() -> None:
     assert placement.replicas(2) == [[-1, 0, 1], [-1], [-1, -1]]
 
 
+def test_places_of_a_load_balancer_may_be_a_tensor() -> None:
+    places: Any = torch.tensor([2, 0, 1, 2])
+    found = ExpertPlacement.of_places(places, 2, num_experts=3)
+    assert found == ExpertPlacement.of_places([2, 0, 1, 2], 2, num_experts=3)
+
+
 def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

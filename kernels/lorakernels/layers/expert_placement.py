@@ -59,12 +59,13 @@ class ExpertPlacement:
         cls, experts: Sequence[int], ep_size: int, *, num_experts: int
     ) -> ExpertPlacement:
         """From the expert of each place, of which all ranks have equally many: what EPLB calls the
-        map from physical to logical experts."""
+        map from physical to logical experts, also as the tensor of a layer that EPLB has."""
         if ep_size < 1 or len(experts) % ep_size:
             raise ValueError(f"ep_size must divide {len(experts)} places (got {ep_size})")
         share = len(experts) // ep_size
         parts = (experts[rank * share : (rank + 1) * share] for rank in range(ep_size))
-        return cls(num_experts, tuple(tuple(part) for part in parts))
+        # elements of a tensor are equal to no number in a set
+        return cls(num_experts, tuple(tuple(map(int, part)) for part in parts))
 
     @property
     def places(self) -> tuple[int, ...]:
