@@ -145,6 +145,16 @@ def test_stacks_of_another_server_are_served_with_what_they_hold() -> None:
     torch.testing.assert_close(out.double(), delta_of_stacks(a, b), rtol=1e-5, atol=1e-4)
 
 
+def test_stacks_that_are_adopted_in_inference_mode_are_loaded_outside_of_it() -> None:
+    a, b = stacks()
+    with torch.inference_mode():
+        weights = adopt_stacks(a, b).weights
+    wanted = adopt_stacks(a, b).weights
+    for slots in (weights, wanted):
+        slots.load(0, parts((3, 4)))
+    assert same(state(weights), state(wanted))
+
+
 def test_the_server_goes_on_loading_through_its_views() -> None:
     a, b = stacks()
     adopted = adopt_stacks(a, b)

@@ -266,6 +266,18 @@ def test_an_adapter_whose_rank_only_the_device_knows_is_cut_as_well() -> None:
     group.check(randn(10, 48, seed=3))
 
 
+def test_a_workspace_that_is_made_in_inference_mode_serves_an_exchange_outside_of_it() -> None:
+    # the partials of a split input are added up in the workspace, too
+    group = Group.of(WIDE, Parallel.COLUMN, 2, inputs=600)
+    x, prepared = randn(10, 600, seed=3), mapping(ROWS)
+    with torch.inference_mode():
+        workspace = group.workspace()
+    found = group.simulated.run(
+        [lambda layer=layer: layer(x, prepared, workspace) for layer in group.ranks]
+    )
+    assert all(map(torch.equal, found, group.parts(x)))
+
+
 def test_a_batch_that_is_known_to_have_base_rows_alone_exchanges_nothing() -> None:
     group, x = Group.of(WIDE, Parallel.COLUMN, 2), randn(10, 48, seed=3)
     layer = group.ranks[0]

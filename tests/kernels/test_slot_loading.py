@@ -93,6 +93,17 @@ def test_experts_that_are_views_of_the_slot_itself_are_loaded_as_they_were() -> 
     assert same(buffers(weights), before)
 
 
+def test_slots_that_are_made_in_inference_mode_are_loaded_outside_of_it() -> None:
+    with torch.inference_mode():
+        weights = fresh()
+    wanted = fresh()
+    for slots in (weights, wanted):
+        slots.load(1, [draw()])
+    assert same(buffers(weights), buffers(wanted))
+    weights.reset(1)
+    assert same(buffers(weights), buffers(fresh()))
+
+
 @pytest.fixture
 def no_default_device() -> Iterator[None]:
     torch.set_default_device("meta")

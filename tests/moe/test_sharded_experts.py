@@ -313,6 +313,20 @@ def test_the_workspace_holds_the_exchange_of_the_largest_batch(shape: tuple[int,
     torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-4)
 
 
+def test_a_workspace_that_is_made_in_inference_mode_serves_an_exchange_outside_of_it() -> None:
+    group, x = Group.of(2), randn(10, HIDDEN, seed=3)
+    ids, weights = routes(10)
+    with torch.inference_mode():
+        scratch = MoEScratch(group.ranks, max_tokens=MOST, top_k=TOP_K)
+    found = group.simulated[0].run(
+        [
+            lambda layer=layer: layer(x, ids, weights, *prepared(layer, ROWS), scratch)
+            for layer in group.ranks
+        ]
+    )
+    assert all(map(torch.equal, found, group.parts(x, ids, weights)))
+
+
 def test_a_workspace_without_room_for_an_exchange_is_refused_by_both_sizes() -> None:
     layer, x = Group.of(2).ranks[0], randn(MOST, HIDDEN, seed=3)
     ids, weights = routes(MOST)

@@ -190,6 +190,8 @@ class StackedWeights(ABC, Generic[FactorsT]):
         """Raises ValueError if the factors of a slice do not fit its buffers."""
 
 
+# what is made in inference mode cannot be changed outside of it, such as by a thread that loads
+@torch.inference_mode(mode=False)
 def empty_slots(
     a_shape: Sequence[int],
     b_shape: Sequence[int],

@@ -73,10 +73,12 @@ class DenseWorkspace:
             for shape, slots, copies in geometries
         )
         device = device_of(layers)
-        self.shrunk, *self._beside = (
-            keep_address(torch.empty(size, dtype=torch.float32, device=device))
-            for _ in range(branches)
-        )
+        # an exchange between ranks writes it in any mode
+        with torch.inference_mode(mode=False):
+            self.shrunk, *self._beside = (
+                keep_address(torch.empty(size, dtype=torch.float32, device=device))
+                for _ in range(branches)
+            )
 
     @property
     def buffers(self) -> list[Tensor]:

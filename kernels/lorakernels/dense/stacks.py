@@ -23,6 +23,8 @@ class AdoptedStacks:
     b: Slices
 
 
+# as in empty_slots
+@torch.inference_mode(mode=False)
 def adopt_stacks(a: Sequence[Tensor], b: Sequence[Tensor]) -> AdoptedStacks:
     """Slots with the adapters that the stacks of a linear layer hold.
 

@@ -44,7 +44,9 @@ class MoEWorkspace:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
         size = max(_largest_step(layer, pairs) for layer in layers)
-        shrunk = torch.empty(size, dtype=torch.float32, device=device_of(layers))
+        # an exchange between ranks writes it in any mode
+        with torch.inference_mode(mode=False):
+            shrunk = torch.empty(size, dtype=torch.float32, device=device_of(layers))
         self.shrunk = keep_address(shrunk)
 
 
