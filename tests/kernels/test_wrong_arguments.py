@@ -139,6 +139,23 @@ def test_experts_of_other_8_bit_numbers_than_the_products_take_are_refused(
         lk.FusedMoELoRA(*weights, num_slots=1, rank=2, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (torch.ones(EXPERTS, N, dtype=torch.bfloat16), "torch.float32 (got torch.bfloat16)"),
+        (torch.ones(EXPERTS, N, 1), "[4, 8] (got [4, 8, 1])"),
+        (torch.ones(EXPERTS, N, device="meta"), "on cpu (got meta)"),
+    ],
+)
+def test_scales_that_no_step_could_take_are_refused_when_a_layer_is_built(
+    scales: Tensor, message: str
+) -> None:
+    values = [w.to(torch.float8_e4m3fn) for w in (W13, W2)]
+    weights = lk.Quantised(values[0], torch.ones(EXPERTS, 2 * K)), lk.Quantised(values[1], scales)
+    with refused(f"scales of w2 must be {message}"):
+        lk.FusedMoELoRA(*weights, num_slots=1, rank=2, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("given", [1, 8, 17, 48, 256, -16, 0])
 def test_a_height_that_no_tiles_have_is_refused(given: int) -> None:
     with refused(f"height must be 16, 32, 64, 128 or None (got {given})"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels.common.choices import check_choice
 from lorakernels.common.quantised import Quantised, check_8_bit
+from lorakernels.common.stacked_weights import check_tensor
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe_partition import MoECut
@@ -59,11 +60,9 @@ def expert_packing(
     for name, weight in (("w13", w13), ("w2", w2)):
         if isinstance(weight, Quantised):
             check_8_bit(name, weight)
-        if isinstance(weight, Quantised) and weight.scales.shape != weight.values.shape[:2]:
-            raise ValueError(
-                f"scales of {name} must be {list(weight.values.shape[:2])} "
-                f"(got {list(weight.scales.shape)})"
-            )
+            shape, device = weight.values.shape[:2], weight.values.device
+            # others would be refused in the first step, when a server has started
+            check_tensor(f"scales of {name}", weight.scales, shape, torch.float32, device)
     return ExpertPacking(projections, num_experts, hidden, intermediate, gate_up)
 
 
