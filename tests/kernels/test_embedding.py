@@ -248,6 +248,21 @@ def test_a_weight_that_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
         LoRAEmbedding(torch.zeros(shape), num_slots=1, rank=1)
 
 
+@pytest.mark.parametrize(
+    ("padded", "message"),
+    [
+        (None, "vocabulary must be divisible by tp_size 2 (got 31)"),
+        (30, "padded width of vocabulary must be at least 31 (got 30)"),
+        (33, "vocabulary must be divisible by tp_size 2 (got 33)"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_cut_is_refused_by_its_name(
+    padded: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LoRAEmbedding(torch.zeros(31, 4), num_slots=1, rank=1, tp_size=2, padded_vocabulary=padded)
+
+
 def test_weights_of_several_slices_are_no_embedding() -> None:
     weights = SlotWeights(
         num_slots=1,

@@ -51,6 +51,7 @@ class LoRAEmbedding(LinearAdapters):
             tp_size=tp_size,
             tp_rank=tp_rank,
             padded_in_features=padded_vocabulary,
+            input_name="vocabulary",
         )
         self.adapter_cut = self.cut
         self.join(None)

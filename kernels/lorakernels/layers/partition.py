@@ -121,8 +121,10 @@ def cut_layer(
     tp_size: int = 1,
     tp_rank: int = 0,
     padded_in_features: int | None = None,
+    input_name: str = "in_features",
 ) -> LayerCut:
     """`padded_in_features` is for row-parallel layers whose input is cut from a padded width.
+    `input_name`: what errors call the input.
 
     Raises ValueError.
     """
@@ -143,7 +145,7 @@ def cut_layer(
     inputs = whole(in_features)
     if parallel is Parallel.ROW:
         padded = in_features if padded_in_features is None else padded_in_features
-        inputs = cut_dimension("in_features", in_features, tp_size, tp_rank, padded)
+        inputs = cut_dimension(input_name, in_features, tp_size, tp_rank, padded)
     return LayerCut(columns, inputs, parallel is not Parallel.ROW or tp_rank == 0)
 
 
