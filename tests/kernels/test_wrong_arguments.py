@@ -198,6 +198,23 @@ def test_a_workspace_is_made_for_slots_from_any_iterable_and_for_nothing_else() 
         lk.DenseWorkspace(wrong, max_tokens=ROWS)
 
 
+def test_workspaces_of_experts_are_made_for_layers_from_any_iterable_and_for_nothing_else() -> None:
+    sizes, layer = {"max_tokens": ROWS, "top_k": 2}, experts()
+    slots = [layer.w13_slots, layer.w2_slots]
+    wanted = lk.MoEWorkspace(slots, **sizes).shrunk.shape
+    # an iterator is read once
+    found: Any = iter(slots)
+    assert lk.MoEWorkspace(found, **sizes).shrunk.shape == wanted
+    found = iter([layer])
+    assert lk.MoEScratch(found, **sizes).workspace.shrunk.shape == wanted
+    wrong: Any = [layer]
+    with refused("layers must be ExpertWeights, such as the `w13_slots` of a layer (got a Fused"):
+        lk.MoEWorkspace(wrong, **sizes)
+    wrong = slots
+    with refused("layers must be FusedMoELoRA (got a ExpertWeights)"):
+        lk.MoEScratch(wrong, **sizes)
+
+
 def test_the_kernels_of_experts_cannot_be_listed() -> None:
     layer = linear()
     workspace = lk.DenseWorkspace([layer.slots], max_tokens=1)

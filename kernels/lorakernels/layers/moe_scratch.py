@@ -20,6 +20,8 @@ class MoEScratch:
     ValueError."""
 
     def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
+        layers = list(layers)
+        _check_types(layers)
         sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
         if len(sizes) != 1:
             found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
@@ -43,3 +45,12 @@ class MoEScratch:
     def tensors(self) -> list[Tensor]:
         """Everything that it has allocated."""
         return [self.workspace.shrunk, self.buffers.act, self.buffers.y]
+
+
+def _check_types(layers: Sequence[object]) -> None:
+    # imports this module
+    from lorakernels.layers.moe import FusedMoELoRA
+
+    for layer in layers:
+        if not isinstance(layer, FusedMoELoRA):
+            raise ValueError(f"layers must be FusedMoELoRA (got a {type(layer).__name__})")

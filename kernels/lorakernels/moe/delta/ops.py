@@ -37,8 +37,15 @@ class MoEWorkspace:
     one after the other. Large enough for every batch of up to `max_tokens` rows."""
 
     def __init__(self, layers: Sequence[ExpertWeights], *, max_tokens: int, top_k: int) -> None:
+        layers = list(layers)
         if not layers:
             raise ValueError("layers must name at least one layer (got none)")
+        for layer in layers:
+            if not isinstance(layer, ExpertWeights):
+                raise ValueError(
+                    "layers must be ExpertWeights, such as the `w13_slots` of a layer "
+                    f"(got a {type(layer).__name__})"
+                )
         for name, size in (("max_tokens", max_tokens), ("top_k", top_k)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
