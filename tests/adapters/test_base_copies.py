@@ -65,6 +65,24 @@ def test_an_adapter_that_was_saved_with_rows_of_other_tokens_is_refused(
     assert slots.names == ()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_base_weight_is_compared_as_it_is_after_a_change_in_place(
+    tmp_path: Path, name: str
+) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    adapter = read_peft_folder(tmp_path)
+    slots = served(weights)
+    slots.activate(adapter)
+    # the layers share whole weights
+    weights[name].add_(1)
+    with pytest.raises(AdapterError, match="must have the base weight that was saved"):
+        slots.activate(adapter)
+    weights[name].copy_(weights_of(model)[name])
+    assert slots.activate(adapter) == 0
+
+
 # of two that were both rounded, each in its own way, neither is a cast of the other one
 CASTS = [
     casts

@@ -8,7 +8,7 @@ the slot is emptied before the adapter is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -55,8 +55,8 @@ class LinearAdapters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # of the base weight, by the dtype that it was cast to
-        self._digests: dict[torch.dtype, bytes] = {}
+        # of the base weight, by the dtype that it was cast to and by what says that it has changed
+        self._digests: dict[Hashable, bytes] = {}
 
     @property
     def num_slots(self) -> int:
@@ -95,14 +95,20 @@ class LinearAdapters(nn.Module):
             return
         # either of both may have been rounded to the dtype of the other one
         for dtype in (base.dtype, weight.dtype):
-            if dtype not in self._digests:
-                self._digests[dtype] = digest_in(dtype, weight)
-            if self._digests[dtype] == base.digests.get(dtype):
+            if self._digest(dtype, weight) == base.digests.get(dtype):
                 return
         raise ValueError(
             f"{module} must have the base weight that was saved with the adapter, such as rows "
             f"of added tokens (got another weight {list(base.shape)})"
         )
+
+    def _digest(self, dtype: torch.dtype, weight: Tensor) -> bytes:
+        # torch counts the changes in place of what was made outside of inference mode
+        version = None if weight.is_inference() else weight._version
+        key = dtype, weight.dtype, weight.data_ptr(), version
+        if key not in self._digests:
+            self._digests[key] = digest_in(dtype, weight)
+        return self._digests[key]
 
     @property
     def _is_whole(self) -> bool:
