@@ -263,6 +263,29 @@ def test_ranks_with_one_column_more_than_others_exchange_as_often(width: int, ra
     assert all(exchanged == first for exchanged in others)
 
 
+@pytest.mark.parametrize(
+    ("slices", "rows"),
+    [
+        pytest.param((Slice("gate", 24), Slice("up", 36)), 1921, id="several slices"),
+        pytest.param((Slice("q", 24, padded_width=4096),), 833, id="a padded slice"),
+    ],
+)
+@pytest.mark.usefixtures("no_base_product")
+def test_a_rank_that_is_alone_lists_all_its_kernels(slices: tuple[Slice, ...], rows: int) -> None:
+    layer = LoRALinear(
+        torch.zeros(sum(part.width for part in slices), 256, dtype=torch.bfloat16),
+        slices=slices,
+        num_slots=SLOTS,
+        rank=16,
+        parallel=Parallel.COLUMN,
+        sharding=LoRASharding.RANK,
+        collective=Group(1),
+    )
+    x = torch.zeros(rows, 256, dtype=torch.bfloat16)
+    listed = set().union(*(compiled_for(layer, x[:n], rows) for n in listed_rows(layer, rows)))
+    assert compiled_for(layer, x, rows) <= listed
+
+
 @pytest.mark.parametrize(("held", "width"), [(2048, 4097), (1921, 3841)])
 @pytest.mark.usefixtures("no_base_product")
 def test_a_rank_lists_all_its_kernels_whether_it_has_a_column_more_or_less(

@@ -168,6 +168,9 @@ def _sizes_to_run(layer: LinearLayer, max_rows: int) -> tuple[int, ...]:
     assert isinstance(layer, LinearAdapters)
     assert layer.collective is not None
     columns, ranks = layer.packing.out_features, layer.collective.size
+    if ranks == 1:
+        # no other rank has other columns, and this one may have several slices and padded ones
+        return planned_sizes(slots, max_rows)
     held = {columns // ranks, -(-columns // ranks)}
     sizes = (planned_sizes(slots, max_rows, widths=(width,)) for width in held)
     return tuple(sorted(set().union(*sizes)))
