@@ -217,9 +217,19 @@ def test_each_place_has_the_weights_biases_and_factors_of_its_expert(numbered: b
 def test_ids_of_another_dtype_are_refused_with_replicas_as_without() -> None:
     for placement in (REPLICATED, ExpertPlacement.round_robin(EXPERTS, 3)):
         found = layer(placement, MoERank(3, 0))
-        for ids in (chosen().long(), chosen()[0], chosen().expand(2, *chosen().shape)):
+        others = (torch.int64, torch.uint8, torch.float32)
+        shapes = chosen()[0], chosen().expand(2, *chosen().shape)
+        for ids in (*map(chosen().to, others), *shapes):
             with pytest.raises(ValueError, match="topk_ids must be int32 with 2 dimensions"):
                 run(found, ids)
+
+
+@pytest.mark.parametrize("placement", [REPLICATED, ExpertPlacement.round_robin(EXPERTS, 3)])
+def test_ids_of_another_device_are_refused_with_replicas_as_without(
+    placement: ExpertPlacement,
+) -> None:
+    with pytest.raises(ValueError, match=r"topk_ids must be on cpu \(got meta\)"):
+        run(layer(placement, MoERank(3, 0)), chosen().to("meta"))
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ class ExpertRouting:
         self.expert_map = keep_address(torch.tensor(local, dtype=torch.int32, device=device))
 
     def ids_and_map(self, topk_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The ids of a step and the map to apply to them, as PairMetadata.prepare takes them."""
-        if self.replicas is not None and topk_ids.dim() == 2:
+        """The ids of a step and the map to apply to them, as PairMetadata.prepare takes them. It
+        refuses others, which are returned as they are."""
+        is_looked_up = topk_ids.dim() == 2 and topk_ids.dtype == torch.int32
+        if self.replicas is not None and is_looked_up and topk_ids.device == self.expert_map.device:
             return self.replicas.choose(topk_ids), None
         return topk_ids, None if self._is_local else self.expert_map
 
