@@ -168,9 +168,10 @@ class FusedMoELoRA(nn.Module):
     ) -> Tensor:
         """x [.., hidden] -> [.., hidden], this rank's part of the sum over all ranks.
 
-        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model. Of
-        replicas the layer takes one by the number of the row, so that all ranks must be given the
-        same rows; with `ids_name_places` the server has chosen, and ids are places.
+        topk_ids int32, topk_weights fp32, both [rows, top_k] and contiguous; ids are those of the
+        whole model. Of replicas the layer takes one by the number of the row, so that all ranks
+        must be given the same rows; with `ids_name_places` the server has chosen, and ids are
+        places.
         `batch` is prepared for the step, `pairs` is prepared here and may be shared by layers
         that run one after the other; made `with_base`, for as many experts as the rank holds.
         quantised_x: x for the base weights, where these are quantised; the adapters are always
