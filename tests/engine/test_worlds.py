@@ -87,6 +87,19 @@ def test_a_batch_has_base_rows_and_as_many_adapters_as_its_case_says(
     assert world.exchange.folder == world.adapters[world.exchange.other]
 
 
+def test_an_adapter_that_is_unloaded_was_loaded_amid_the_others(tmp_path: Path) -> None:
+    for slots, active, last, loaded in (
+        (1, Active.ALL, 1, [1, 2]),
+        (2, Active.ALL, 2, [2, 1]),
+        (3, Active.ONE, 3, [1, 3, 2]),
+        # it is loaded when there is no slot left
+        (2, Active.BEYOND_SLOTS, 3, [1, 2, 3]),
+    ):
+        world = build_world(case_of(slots=slots, active=active), 7, tmp_path / f"{slots} {active}")
+        assert world.batch[world.last].request.adapter == f"adapter-{last}"
+        assert [*world.adapters] == [f"adapter-{number}" for number in loaded]
+
+
 def targets_of(world: World) -> list[set[str]]:
     return [
         set(json.loads((folder / "adapter_config.json").read_text())["target_modules"])

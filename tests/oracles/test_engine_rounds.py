@@ -12,6 +12,7 @@ from loragate.core.sequential import Decision
 from loragate.core.verdict import Verdict
 from loragate.engine.evidence import Evidence, examined
 from loragate.engine.judge import Judge
+from loragate.engine.language import Speaker
 from loragate.engine.reference import Reference
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
@@ -78,6 +79,62 @@ class WrongAlone(Speaking):
         return super().generate(requests)
 
 
+class Numbered(Speaking):
+    """Has slots. A name that is loaded gets the one behind as many as there are names."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.slots: dict[str, int] = {}
+        self.weights: dict[int, Speaker] = {}
+
+    def load(self, name: str, folder: Path) -> None:
+        self.slots.setdefault(name, len(self.slots))
+        self.weights[self.slots[name]] = self.folders[folder]
+
+    def unload(self, name: str) -> None:
+        del self.slots[name]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.loaded |= {name: self.weights[slot] for name, slot in self.slots.items()}
+        return super().generate(requests)
+
+
+class KeptOverUnloading(Speaking):
+    """Forgets what it has answered when a name is loaded again, but not when it is unloaded."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.kept: dict[Request, tuple[int, ...]] = {}
+
+    def load(self, name: str, folder: Path) -> None:
+        if name in self.loaded:
+            self.kept.clear()
+        super().load(name, folder)
+
+    def answer(self, request: Request) -> tuple[int, ...]:
+        return self.kept.setdefault(request, super().answer(request))
+
+
+class MergingAReload(Speaking):
+    """Leaves the new weights of a name that was taken in the base model."""
+
+    def load(self, name: str, folder: Path) -> None:
+        again = name in self.loaded
+        super().load(name, folder)
+        if again:
+            self.loaded[None] = self.loaded[name]
+
+
+class ReloadingAll(Speaking):
+    """Gives the new weights of a name that was taken to all others, too."""
+
+    def load(self, name: str, folder: Path) -> None:
+        again = name in self.loaded
+        super().load(name, folder)
+        if again:
+            self.loaded |= {known: self.loaded[name] for known in self.loaded if known}
+
+
 class KeepingTheUnused(Speaking):
     """Ignores new weights for an adapter that the last batch did not use."""
 
@@ -107,6 +164,11 @@ def evidence_of(world: World, kind: type[Speaking]) -> Evidence:
         (WrongAlone, "alone: "),
         (ClearingAnother, "while {} was unloaded: "),
         (LoadedEmpty, "after {} was unloaded and loaded again: "),
+        (Numbered, "after {} was unloaded and loaded again: "),
+        (KeptOverUnloading, "after {} was unloaded and loaded again: "),
+        (MergingAReload, "while {} was unloaded: "),
+        # what was exchanged has the weights of the only other one
+        (ReloadingAll, "after adapter-1 was loaded again: "),
     ],
 )
 def test_a_wrong_token_of_any_round_is_a_defect_that_says_when(
@@ -175,6 +237,17 @@ def test_an_adapter_that_was_evicted_must_take_new_weights_when_it_is_loaded(
     name = crowded.batch[crowded.last].request.adapter
     assert judged_properties(lost).message.startswith(f"{name} with the weights of ")
     assert "answers as before" in judged_properties(lost).message
+
+
+def test_of_more_adapters_than_slots_none_may_notice_that_another_one_is_loaded_again(
+    crowded: World,
+) -> None:
+    name = crowded.batch[crowded.last].request.adapter
+    for kind in (MergingAReload, ReloadingAll):
+        found = evidence_of(crowded, kind)
+        assert found.when == f"after {name} was loaded again with its own weights"
+        assert judged_tokens(found).verdict is Verdict.FAIL
+        assert judged_properties(found).verdict is Verdict.PASS
 
 
 class WithoutAdapters(Speaking):

@@ -22,7 +22,8 @@ SUBJECT = TransformersSubject()
 def case_of(**axes: Any) -> Case:
     oracles = (OracleName.TOKENS, OracleName.ENGINE_PROPERTIES, OracleName.LIVENESS)
     fixed = {"site": Site.ENGINE, "rank": 8, "slots": 2, "dtype": Dtype.FP32, "oracles": oracles}
-    return Case(**{**fixed, **axes})
+    # where other processes keep all cores busy, bf16 takes long without kernels for it
+    return Case(**{**fixed, "timeout_s": 240.0, **axes})
 
 
 def judged(case: Case) -> dict[OracleName, Any]:
@@ -45,8 +46,8 @@ def test_drafts_of_a_model_are_accepted_and_rejected_in_a_mixture_of_experts() -
     found = judged(case_of(model=Model.MOE, speculation=Speculation.DRAFT_MODEL))
     assert {judgement.verdict for judgement in found.values()} == {Verdict.PASS}, found
     metrics = found[OracleName.LIVENESS].metrics
-    # 11 requests of 4 tokens, of which each gets one without a draft at least
-    assert 0 < metrics["drafts accepted"] <= 33
+    # 18 requests of 83 tokens, of which each gets one without a draft at least
+    assert 0 < metrics["drafts accepted"] <= 65
     assert metrics["drafts rejected"] > 0
 
 

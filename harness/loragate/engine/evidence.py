@@ -23,6 +23,8 @@ from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case
 from loragate.matrix.engine_case import Requests, Speculation
 
+# when requests were asked again, and the answers to the whole batch
+Round = tuple[str, tuple[Completion, ...]]
 # of the deadline of a case: what is left is for writing the checkpoint and for the judge
 _SHARE = 0.8
 
@@ -66,9 +68,9 @@ class Answers:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """report: what the judge says of the first of `answers.rounds` that has a defect, which is
-    `when`, or of `answers.mixed`. reloaded: of `answers.exchange`, where there is one and `report`
-    has no defect. bisection: where the first defect of `report` begins, as far as the engine shows
-    it; "" without a defect."""
+    `when`, or of `answers.mixed`. reloaded: of `answers.exchange`, where there is one and
+    `answers.mixed` has no defect. bisection: where the first defect of `report` begins, as far as
+    the engine shows it; "" without a defect."""
 
     world: World
     answers: Answers
@@ -113,6 +115,7 @@ def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
     answers = ask(engine, world)
     requests = [asked.request for asked in world.batch]
     report = judge.judge(requests, answers.mixed)
+    reloaded = None if report.problems else _judged_reload(world, answers, judge)
     for when, completions in answers.rounds(world.last).items():
         # the same answers once more say nothing new
         is_known = _all_said(completions) == _all_said(answers.mixed)
@@ -120,8 +123,8 @@ def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
         if again.problems:
             number = again.problems[0].request
             found = _bisected(engine, world, judge, requests[number], completions[number])
-            return Evidence(world, answers, again, bisection=found, when=when)
-    return Evidence(world, answers, report, _judged_reload(world, answers, judge))
+            return Evidence(world, answers, again, reloaded, bisection=found, when=when)
+    return Evidence(world, answers, report, reloaded)
 
 
 def _all_said(completions: Sequence[Completion]) -> list[object]:
@@ -147,8 +150,10 @@ def ask(engine: Engine, world: World) -> Answers:
     order = [*range(1, len(requests)), 0]
     permuted = engine.generate([requests[index] for index in order])
     (alone,) = engine.generate([requests[world.last]])
-    later = dict(_later(engine, world, tuple(mixed)))
+    # where there are more adapters than slots, what is exchanged is not resident
+    later = dict(_while_others_are_used(engine, world, mixed)) if world.is_crowded else {}
     exchange = _exchanged(engine, world)
+    later |= dict(_with_own_weights_again(engine, world, mixed))
     return Answers(
         mixed=tuple(mixed),
         permuted=tuple(permuted[order.index(index)] for index in range(len(requests))),
@@ -159,25 +164,39 @@ def ask(engine: Engine, world: World) -> Answers:
     )
 
 
-def _later(
+def _while_others_are_used(
     engine: Engine, world: World, mixed: Sequence[Completion]
-) -> Iterator[tuple[str, tuple[Completion, ...]]]:
-    """The adapter of the last request is unloaded and loaded again. Where there are more adapters
-    than slots, all others are used instead, so that what is exchanged afterwards is not resident.
-    """
-    last = world.batch[world.last].request
-    if last.adapter is None:
+) -> Iterator[Round]:
+    last = world.batch[world.last].request.adapter
+    when = f"while all adapters but {last} were used"
+    yield when, _asked_some(engine, world, _of_others(world), mixed)
+
+
+def _with_own_weights_again(
+    engine: Engine, world: World, mixed: Sequence[Completion]
+) -> Iterator[Round]:
+    """The adapter of the last request is unloaded as it was exchanged, but where there are more
+    adapters than slots, and loaded as it was before; then another one is loaded over itself.
+    Nobody else may notice, wherever they are put."""
+    last = world.batch[world.last].request.adapter
+    if last is None or world.exchange is None:
         return
-    others = [n for n, asked in enumerate(world.batch) if asked.request.adapter != last.adapter]
-    if world.is_crowded:
-        when = f"while all adapters but {last.adapter} were used"
-        yield when, _asked_some(engine, world, others, mixed)
-        return
-    engine.unload(last.adapter)
-    yield f"while {last.adapter} was unloaded", _asked_some(engine, world, others, mixed)
-    engine.load(last.adapter, world.adapters[last.adapter])
-    when = f"after {last.adapter} was unloaded and loaded again"
-    yield when, _asked_some(engine, world, [world.last], mixed)
+    when = f"after {last} was loaded again with its own weights"
+    if not world.is_crowded:
+        engine.unload(last)
+        yield f"while {last} was unloaded", _asked_some(engine, world, _of_others(world), mixed)
+        when = f"after {last} was unloaded and loaded again"
+    engine.load(last, world.adapters[last])
+    yield when, _asked_some(engine, world, range(len(mixed)), mixed)
+    other = world.exchange.other
+    engine.load(other, world.adapters[other])
+    yield f"after {other} was loaded again", _asked_some(engine, world, [world.last], mixed)
+
+
+def _of_others(world: World) -> list[int]:
+    """The requests of all but the adapter of the last one."""
+    last = world.batch[world.last].request.adapter
+    return [n for n, asked in enumerate(world.batch) if asked.request.adapter != last]
 
 
 def _asked_some(

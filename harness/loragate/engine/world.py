@@ -73,6 +73,8 @@ class World:
     that draft are in that of the model.
     adapters: the folder of each adapter that is loaded, in the order of loading. speakers: the base
     model and these. last: the index of a request of its own prompt, for the last active adapter.
+    That one is loaded amid the others, so that some remain before and behind it when it is
+    unloaded; where there are more adapters than slots it is loaded last and not resident at first.
     exchange: None without an active adapter. is_crowded: there are more adapters than slots.
     Where `weights` are random, nobody speaks: prompts are those of the language.
     """
@@ -137,17 +139,19 @@ def build_world(case: Case, seed: int, root: Path) -> World:
         *mixed, own = batch
         batch = [*map(clear.made, mixed), clear.made(own, [other] if other else [])]
     last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
+    is_crowded = case.active is Active.BEYOND_SLOTS
+    loaded = names if is_crowded or not active else _amid(active[-1], names)
     return World(
         language=language,
         dtype=dtype,
         model=root / "model",
         drafts=drafts,
-        adapters=folders,
+        adapters={name: folders[name] for name in loaded},
         speakers=(language.base(), *speakers),
         batch=tuple(batch[index] for index in order),
         last=order.index(last),
         exchange=Exchanged(other, folders[other]) if other else None,
-        is_crowded=case.active is Active.BEYOND_SLOTS,
+        is_crowded=is_crowded,
         weights=case.weights,
     )
 
@@ -202,6 +206,13 @@ def _write_adapters(
                 targets=targets,
             )
     return folders
+
+
+def _amid(name: str, names: Sequence[str]) -> list[str]:
+    """In the middle, or first of two."""
+    others = [other for other in names if other != name]
+    middle = len(others) // 2
+    return [*others[:middle], name, *others[middle:]]
 
 
 def _active(active: Active, names: Sequence[str]) -> list[str]:
