@@ -70,6 +70,15 @@ class Showing(Echo):
         return {"lm_head": torch.tensor([list(tokens)], dtype=torch.bfloat16)}
 
 
+class Lost(Echo):
+    """Cannot show its modules."""
+
+    def trace(self, tokens, adapter):
+        if adapter == "crash":
+            os._exit(7)
+        time.sleep(600)
+
+
 def broken(order):
     raise RuntimeError("no memory for a cache")
 '''
@@ -169,6 +178,24 @@ def test_a_call_beyond_the_deadline_ends_the_engine_with_its_processes(
     with pytest.raises(EngineError, match="generate did not end before the deadline"), engine:
         engine.generate([Request((1,), "hang", 1)])
     wait_for_end(other)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [("crash", "ended with 7 in trace"), ("hang", "trace did not end before the deadline")],
+)
+def test_a_caller_that_goes_on_without_an_answer_is_not_told_so_again_when_it_closes(
+    start: Start, monkeypatch: pytest.MonkeyPatch, adapter: str, message: str
+) -> None:
+    with start("Lost") as engine:
+        other = other_of(engine)
+        monkeypatch.setattr(engine, "_left_s", 20.0 if adapter == "crash" else 0.2)
+        with pytest.raises(EngineError, match=message):
+            engine.trace([1], adapter)
+        # whatever is left of the deadline
+        wait_for_end(other)
+        with pytest.raises(EngineError, match="was ended before counts"):
+            engine.counts()
 
 
 def test_the_time_between_calls_is_not_that_of_the_engine(

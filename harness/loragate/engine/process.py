@@ -50,14 +50,15 @@ class EngineProcess:
     what the caller does in between is its own time.
 
     log: the file that the engine's output is written to.
-    Raises EngineNotStarted, or EngineBreach for what is no engine; a call raises EngineError.
+    Raises EngineNotStarted, or EngineBreach for what is no engine; a call raises EngineError. One
+    that has no answer ends the engine: an answer that comes late would be that of the next call.
     """
 
     # what whoever is started must have
     methods: ClassVar[tuple[str, ...]] = ("load", "unload", "generate", "counts", "close")
 
     def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
-        self._left_s, self._log = deadline_s, log
+        self._left_s, self._log, self._is_over = deadline_s, log, False
         self._pool = ProcessPool()
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
@@ -104,7 +105,10 @@ class EngineProcess:
         return {name: torch.from_numpy(values) for name, values in found.items()}
 
     def close(self) -> None:
-        """End the engine, with all processes that it has started."""
+        """End the engine, with all processes that it has started. Nothing is asked of one that has
+        ended: what a caller took no notice of is no failure of this call."""
+        if self._is_over:
+            return
         try:
             self._call("close")
         finally:
@@ -135,6 +139,20 @@ class EngineProcess:
     def _exchange(self, message: Start | Call) -> object:
         what = message.method if isinstance(message, Call) else "the start"
         try:
+            answer = self._answer_to(message, what)
+        except EngineError:
+            self._stop()
+            raise
+        if answer.breach is not None:
+            raise EngineBreach(answer.breach)
+        if answer.error is not None:
+            raise EngineError(self._told(f"{what} raised {answer.error}"))
+        return answer.value
+
+    def _answer_to(self, message: Start | Call, what: str) -> Answer:
+        if self._is_over:
+            raise EngineError(self._told(f"the engine was ended before {what}"))
+        try:
             begin = monotonic()
             self._connection.send(message)
             if not self._connection.poll(max(0.0, self._left_s)):
@@ -144,11 +162,7 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise EngineError(self._told(f"{self._end_of_child()} in {what}")) from error
         assert isinstance(answer, Answer)
-        if answer.breach is not None:
-            raise EngineBreach(answer.breach)
-        if answer.error is not None:
-            raise EngineError(self._told(f"{what} raised {answer.error}"))
-        return answer.value
+        return answer
 
     def _end_of_child(self) -> str:
         try:
@@ -162,5 +176,8 @@ class EngineProcess:
         return f"{what}\nits log ends with:\n{tail}" if tail else what
 
     def _stop(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
         self._pool.end(self._child)
         self._connection.close()
