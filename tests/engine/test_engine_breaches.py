@@ -197,6 +197,7 @@ class OtherCompletion:
         ("generate", [Completion((1, 2), ("0", 0.0))], "that holds something else than numbers"),  # type: ignore[arg-type]
         ("generate", [Completion((1, 2), (0.0,))], "a Completion with 1 logprobs for 2 tokens"),
         ("counts", {}, "counts returned a dict; expected an EngineCounts"),
+        ("counts", EngineCounts(0, 1, -1, 3), "whose graphs_replayed is -1; expected 0 or more"),
         ("counts", EngineCounts(0, 1, 2.0, 3), "whose graphs_replayed is a float; expected an int"),  # type: ignore[arg-type]
         ("trace", [1], "trace returned a list; expected a mapping"),
         ("trace", {"lm_head": [1.0]}, "trace returned a str with a list in it; expected names"),

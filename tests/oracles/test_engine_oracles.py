@@ -28,7 +28,7 @@ from loragate.protocol import CheckedSubject, Trial
 from loragate.run.trial import run_trial
 from loragate.subjects.transformers.subject import TransformersSubject
 
-from .speaking_engine import WARM_UP, Speaking
+from .speaking_engine import COUNTS, WARM_UP, Speaking
 
 CPU = Machine("cpu", "test", None, 1, 0)
 CASE = Case(
@@ -105,6 +105,13 @@ class Idle(Speaking):
 
     def counts(self) -> EngineCounts:
         return WARM_UP
+
+
+class CountingTheLastCall(Speaking):
+    """Says what it did since it was asked before, as if that were since the start."""
+
+    def counts(self) -> EngineCounts:
+        return COUNTS if self.calls else WARM_UP
 
 
 class Showing(WithoutAdapters):
@@ -223,6 +230,11 @@ def test_only_what_happens_behind_the_start_is_counted(world: World, right: Evid
     assert right.answers.counts == EngineCounts(21, 14, 7, 63, WARM_UP.kernels_captured)
     nothing = EngineCounts(None, None, None, None)
     assert WARM_UP.since(nothing) == EngineCounts(None, None, None, None, 4)
+
+
+def test_counts_that_fall_are_no_counts_since_the_start(world: World) -> None:
+    with pytest.raises(EngineBreach, match="counts returned drafts_accepted 3 after 5; expected "):
+        evidence_of(world, CountingTheLastCall)
 
 
 @pytest.mark.parametrize(

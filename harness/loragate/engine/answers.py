@@ -140,6 +140,9 @@ def _counts(found: object) -> EngineCounts:
         if value is not None and not isinstance(value, Integral):
             given = f"an EngineCounts whose {field.name} is {_kind(value)}"
             raise Breach(f"counts returned {given}; expected an int or None")
+        if value is not None and value < 0:
+            given = f"an EngineCounts whose {field.name} is {int(value)}"
+            raise Breach(f"counts returned {given}; expected 0 or more, or None")
         counts[field.name] = None if value is None else int(value)
     return EngineCounts(**counts)
 

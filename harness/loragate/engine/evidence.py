@@ -16,7 +16,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.engine.judge import Judge
 from loragate.engine.order import EngineOrder
-from loragate.engine.process import EngineError, EngineProcess
+from loragate.engine.process import EngineBreach, EngineError, EngineProcess
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
 from loragate.engine.world import World, build_world
@@ -154,12 +154,16 @@ def ask(engine: Engine, world: World) -> Answers:
     later = dict(_while_others_are_used(engine, world, mixed)) if world.is_crowded else {}
     exchange = _exchanged(engine, world)
     later |= dict(_with_own_weights_again(engine, world, mixed))
+    after = engine.counts()
+    if fallen := after.fallen(before):
+        expected = "what was done since the start, which never falls"
+        raise EngineBreach(f"counts returned {fallen}; expected {expected}")
     return Answers(
         mixed=tuple(mixed),
         permuted=tuple(permuted[order.index(index)] for index in range(len(requests))),
         alone=alone,
         exchange=exchange,
-        counts=engine.counts().since(before),
+        counts=after.since(before),
         later=later,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,6 +59,14 @@ class EngineCounts:
             _added(before.kernels_launched, self.kernels_launched),
             self.kernels_captured,
         )
+
+    def fallen(self, before: EngineCounts) -> str:
+        """The first count that is less than in `before`, as text; "" where there is none."""
+        for field_ in fields(self):
+            was, now = getattr(before, field_.name), getattr(self, field_.name)
+            if was is not None and now is not None and now < was:
+                return f"{field_.name} {now} after {was}"
+        return ""
 
 
 def _added(before: int | None, after: int | None) -> int | None:
