@@ -50,6 +50,10 @@ class Echo:
             raise KeyError("missing")
         if requests and requests[0].adapter == "crash":
             os._exit(7)
+        if requests and requests[0].adapter == "crash beside a fork":
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(8)
         if requests and requests[0].adapter == "leave":
             os.closerange(3, 256)
         while requests and requests[0].adapter in ("hang", "leave"):
@@ -155,6 +159,8 @@ def test_a_start_that_fails_says_what_the_engine_said(start: Start) -> None:
             r"Traceback \(most recent call last\):\n  File \S+engines_of_a_test.py",
         ),
         ("crash", "ended with 7 in generate"),
+        # which keeps the channel open
+        ("crash beside a fork", "ended with 8 in generate"),
     ],
 )
 def test_a_call_that_fails_ends_the_engine_with_its_processes(

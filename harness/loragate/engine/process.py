@@ -25,6 +25,8 @@ from loragate.engine.order import Answer, Call, EngineOrder, Start
 from loragate.engine.requests import Completion, EngineCounts, Request
 
 _CHILD = "loragate.engine.serve"
+# how often a process that does not answer is asked whether it has ended
+_TICK_S = 0.2
 # for a process that has closed its channel, and ends unless something keeps it
 _TO_END_S = 20.0
 _LOG_LINES = 30
@@ -155,7 +157,7 @@ class EngineProcess:
         try:
             begin = monotonic()
             self._connection.send(message)
-            if not self._connection.poll(max(0.0, self._left_s)):
+            if not self._is_answered():
                 raise EngineError(self._told(f"{what} did not end before the deadline"))
             self._left_s -= monotonic() - begin
             answer = self._connection.recv()
@@ -163,6 +165,19 @@ class EngineProcess:
             raise EngineError(self._told(f"{self._end_of_child()} in {what}")) from error
         assert isinstance(answer, Answer)
         return answer
+
+    def _is_answered(self) -> bool:
+        """Whether an answer came before the deadline. EOFError if none can come: what the process
+        has forked keeps the channel open when it has ended."""
+        left_s = max(0.0, self._left_s)
+        while not self._connection.poll(min(_TICK_S, left_s)):
+            # its last words may have come meanwhile
+            if self._child.poll() is not None and not self._connection.poll():
+                raise EOFError
+            left_s -= _TICK_S
+            if left_s <= 0:
+                return False
+        return True
 
     def _end_of_child(self) -> str:
         try:
