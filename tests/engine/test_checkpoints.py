@@ -13,10 +13,11 @@ from safetensors import safe_open
 from loragate.cli import main
 from loragate.core.verdict import ExitCode
 from loragate.engine import checkpoints
-from loragate.engine.checkpoints import MOST_ADAPTERS, checkpoint
+from loragate.engine.checkpoints import checkpoint
 from loragate.engine.drafts import WRONG_PLACES, drafted_word, write_draft
 from loragate.engine.language import KINDS, PLACES, Language
 from loragate.engine.reference import Reference
+from loragate.matrix.engine_case import MOST_ADAPTERS
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:

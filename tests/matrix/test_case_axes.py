@@ -92,6 +92,11 @@ groups:
         ("model: dense, rank: 1", "rank: given 1 with model dense; allowed: 2 or more"),
         ("model: hybrid, rank: 4", "rank: given 4 with model hybrid; allowed: 5 or more"),
         ("model: moe, rank: 8, slots: 1, active: some", "active: given some with 1 slot"),
+        ("model: dense, rank: 8, slots: 8", "slots: given 8 with active all; allowed: up to 7, be"),
+        (
+            "model: dense, rank: 8, slots: 7, active: beyond_slots",
+            "slots: given 7 with active beyond_slots; allowed: up to 6, because a checkpoint has",
+        ),
     ],
 )
 def test_adapters_that_an_engine_s_model_cannot_have_are_reported(

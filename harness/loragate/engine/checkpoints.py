@@ -23,15 +23,14 @@ from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
     KINDS,
-    MOST_SPEAKERS,
     Language,
     Prompt,
     Speaker,
     draw_prompt,
     draw_speakers,
 )
+from loragate.matrix.engine_case import MOST_ADAPTERS
 
-MOST_ADAPTERS = MOST_SPEAKERS - 1
 # ranks that engines have kernels for, and alphas that make no scale of 1
 _RANKS, _ALPHAS = (8, 16, 32), (12, 8, 48)
 _SEED = 15

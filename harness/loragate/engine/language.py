@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
+from loragate.matrix.engine_case import MOST_ADAPTERS
+
 PLACES = 13
 # of a prompt and a layer: selected by a switch of q and one of k
 CHOICES = 4
 BOS = 0
-# of one prompt; a cycle has room for more, but hardly any prompt
-MOST_SPEAKERS = 8
+# of one prompt, with the base model; a cycle has room for more, but hardly any prompt
+MOST_SPEAKERS = 1 + MOST_ADAPTERS
 # what the parts of linear attention may shift: half the sum of any two is no shift that is near
 BA_SHIFTS = (3, 6, 9)
 Z_SHIFT = 2

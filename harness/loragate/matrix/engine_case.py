@@ -27,6 +27,9 @@ class Model(StrEnum):
 # of an adapter, whatever it changes: two values are rotated, and linear attention has more parts
 LEAST_RANKS: Mapping[Model, int] = MappingProxyType({Model.DENSE: 2, Model.MOE: 2, Model.HYBRID: 5})
 
+# that a checkpoint is written with: words of more would not fit on a cycle of the language
+MOST_ADAPTERS = 7
+
 
 class Speculation(StrEnum):
     """Where drafts come from."""

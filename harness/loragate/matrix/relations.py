@@ -22,7 +22,7 @@ from loragate.matrix.case import (
     Streams,
 )
 from loragate.matrix.delta_net import columns_of
-from loragate.matrix.engine_case import LEAST_RANKS, Active, Model, Targets
+from loragate.matrix.engine_case import LEAST_RANKS, MOST_ADAPTERS, Active, Model, Targets
 
 _UNCHANGED = {
     Model.DENSE: {Targets.EXPERTS},
@@ -181,6 +181,10 @@ def _engine_problems(
         yield "rank", f"given {rank} with model {model}; allowed: {LEAST_RANKS[model]} or more"
     if active is Active.SOME and slots < 2:
         yield "active", f"given {active} with {slots} slot; allowed: with two slots or more"
+    most = MOST_ADAPTERS - (active is Active.BEYOND_SLOTS)
+    if slots > most:
+        message = f"up to {most}, because a checkpoint has up to {MOST_ADAPTERS} adapters"
+        yield "slots", f"given {slots} with active {active}; allowed: {message}"
 
 
 RELATIONS = (
