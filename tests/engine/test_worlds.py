@@ -116,6 +116,13 @@ def test_an_adapter_has_factors_for_its_targets_alone(tmp_path: Path) -> None:
         assert targets_of(world) == [wanted, wanted]
 
 
+def test_no_adapter_of_random_weights_lacks_the_only_projection_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    case = case_of(weights=Weights.RANDOM, targets=Targets.LM_HEAD, slots=4, active=Active.NONE)
+    assert targets_of(build_world(case, 7, tmp_path)) == [{"lm_head"}] * 4
+
+
 @pytest.mark.parametrize("model", [Model.DENSE, Model.MOE])
 @pytest.mark.parametrize("active", [Active.NONE, Active.ALL])
 def test_a_model_that_drafts_is_right_and_wrong_whoever_speaks(

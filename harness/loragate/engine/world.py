@@ -6,7 +6,7 @@ all of them say different words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -193,7 +193,7 @@ def _write_adapters(
                 alpha=1.5 * rank,
                 seed=seed,
                 targets=targets,
-                without=_LEFT_OUT[number % len(_LEFT_OUT)],
+                without=_left_out(number, targets),
             )
         else:
             write_adapter(
@@ -206,6 +206,12 @@ def _write_adapters(
                 targets=targets,
             )
     return folders
+
+
+def _left_out(number: int, targets: Collection[str] | None) -> str:
+    """Not the only projection that there is: an adapter of none is refused by PEFT."""
+    projection = _LEFT_OUT[number % len(_LEFT_OUT)]
+    return "" if targets is not None and {*targets} == {projection} else projection
 
 
 def _amid(name: str, names: Sequence[str]) -> list[str]:
