@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -33,6 +34,11 @@ def logprob_noise(changes: Iterable[float]) -> float:
     return min(max(_LEAST_NOISE, _ALLOWANCE * max(changes)), _MOST_NOISE)
 
 
+def _error(given: float, wanted: float) -> float:
+    """NaN is off by more than any number: the largest of several is not decided by their order."""
+    return math.inf if math.isnan(given) else abs(given - wanted)
+
+
 def wrong_logprobs(
     number: int,
     request: Request,
@@ -48,9 +54,8 @@ def wrong_logprobs(
     given = completion.logprobs
     if given is None:
         return None
-    errors = [abs(mine - token.logprob) for mine, token in zip(given, judged, strict=True)]
-    # NaN is within no bound
-    wrong = [place for place, error in enumerate(errors) if not error <= noise]
+    errors = [_error(mine, token.logprob) for mine, token in zip(given, judged, strict=True)]
+    wrong = [place for place, error in enumerate(errors) if error > noise]
     if not wrong:
         return None
 
