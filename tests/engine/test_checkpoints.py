@@ -109,6 +109,9 @@ def test_what_is_no_checkpoint_is_left_as_it_is(
     assert (tmp_path / "dense" / "thesis.txt").read_text() == "mine"
     (tmp_path / "moe").write_text("mine")
     assert command("--folder", str(tmp_path), "--model", "moe") == ExitCode.USAGE
+    (tmp_path / "hybrid").symlink_to(tmp_path / "nowhere")
+    assert command("--folder", str(tmp_path), "--model", "hybrid") == ExitCode.USAGE
+    assert f"{tmp_path / 'hybrid'} must be a folder" in capsys.readouterr().err
 
 
 def test_a_file_beside_those_that_were_written_is_never_removed(tmp_path: Path) -> None:
@@ -121,7 +124,11 @@ def test_a_file_beside_those_that_were_written_is_never_removed(tmp_path: Path) 
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"], ids=["no manifest", "half of one", "no list"])
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", 100_000 * "["],
+    ids=["no manifest", "half of one", "no list", "nested too deeply"],
+)
 def test_files_that_no_manifest_names_are_never_removed(tmp_path: Path, text: str | None) -> None:
     made, _ = checkpoint(tmp_path, "dense", 1)
     manifest = made.folder / "manifest.json"

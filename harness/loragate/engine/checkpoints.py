@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from loragate.core.files import lock_of
+from loragate.core.json_text import parse_json
 from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
@@ -96,7 +97,7 @@ def _recipe(language: Language, adapters: int) -> dict[str, Any]:
 
 def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / _MANIFEST).read_bytes())
         return bool(manifest == {"recipe": recipe, "files": _digests(folder)})
     except (OSError, ValueError):
         return False
@@ -104,7 +105,8 @@ def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
 
 def _refuse_foreign(folder: Path) -> None:
     """ValueError for a folder with anything that is not of a checkpoint: it would be lost."""
-    if folder.exists() and not folder.is_dir():
+    # a link may lead to nothing
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise ValueError(f"{folder} must be a folder")
     own = {*_listed_files(folder), _MANIFEST}
     paths = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
@@ -118,7 +120,7 @@ def _refuse_foreign(folder: Path) -> None:
 def _listed_files(folder: Path) -> Collection[str]:
     """The files that an earlier call has written, none where no manifest can be read."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = parse_json((folder / _MANIFEST).read_bytes())["files"]
     except (OSError, ValueError, TypeError, KeyError):
         return ()
     return files if isinstance(files, dict) else ()
@@ -148,7 +150,8 @@ def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
         try:
             new.rename(folder)
         except OSError:
-            old.rename(folder)
+            if old.exists():
+                old.rename(folder)
             raise
 
 
