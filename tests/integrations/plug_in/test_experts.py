@@ -213,6 +213,21 @@ def test_slices_of_other_widths_in_the_same_memory_are_other_slices() -> None:
         torch.testing.assert_close(made.add(a, b), made.wanted(widths))
 
 
+@pytest.mark.parametrize("widths", [(20, 12), (8, 24), (16, 16)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_slices_of_any_widths_are_written_in_the_other_order(
+    widths: tuple[int, int], adds: bool
+) -> None:
+    made = Deltas()
+    a, b = made.slices(widths)
+    first, second = made.wanted(widths).split(widths, dim=1)
+    wanted = torch.cat([second, first], dim=1)
+    before = torch.full((2, 1, 32), 3.0)
+    out = before.clone()
+    made.deltas.add(out, made.x, a[::-1], b[::-1], router_weights=None, add_inputs=adds)
+    torch.testing.assert_close((out - before * adds).squeeze(1), wanted)
+
+
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_slices_that_get_other_memory_are_read_there(side: str) -> None:
     made = Deltas()
