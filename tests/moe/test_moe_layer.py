@@ -269,6 +269,20 @@ def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None
             assert torch.equal(expand(Quantised(values, scales)), want)
 
 
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (4, 1), (1, 2)])
+def test_an_adapter_covers_the_projections_of_all_experts_on_each_rank(ep: int, tp: int) -> None:
+    for rank in range(ep * tp):
+        place = MoERank.of_group(rank, ep_size=ep, tp_size=tp)
+        options: dict[str, Any] = {"num_slots": 1, "rank": 1, "place": place}
+        parts = FusedMoELoRA(*weights(), gate_up=GateUp.HALVES, **options).parts
+        for projection in GATED:
+            single = [parts[f"experts.{expert}.{projection}"] for expert in range(EXPERTS)]
+            assert [len(part) for part in single] == [1] * EXPERTS
+            assert sorted(sum(single, ())) == sorted(parts[f"experts.{projection}"])
+        covered = sum((parts[f"experts.{projection}"] for projection in GATED), ())
+        assert len({*covered}) == len(covered) == len(GATED) * EXPERTS
+
+
 def test_a_part_of_a_layer_does_not_keep_the_rest_in_memory() -> None:
     w13, w2 = weights()
     place = MoERank.of_group(1, ep_size=2, tp_size=1)
