@@ -17,24 +17,17 @@ _MATRIX = Path(__file__).parent / "misbehaving" / "replayed.yaml"
 _MISBEHAVING = "misbehaving_subject:Misbehaving"
 
 
-def _command(pattern: str, *options: str) -> list[str]:
-    options = (*options, f"--matrix={_MATRIX}")
-    return [sys.executable, "-m", "loragate", "replay", pattern, *options]
+def _arguments(pattern: str, *options: str) -> list[str]:
+    return ["-m", "loragate", "replay", pattern, *options, f"--matrix={_MATRIX}"]
 
 
 @pytest.fixture
 def replay(
     subject_environment: dict[str, str],
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(pattern: str, *options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            _command(pattern, *options),
-            env=subject_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
+        return run_python(*_arguments(pattern, *options), env=subject_environment)
 
     return run
 
@@ -100,7 +93,7 @@ def test_a_replay_of_a_case_that_exits_is_a_crash(drill, replay):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("heeded_signals")
 def test_a_replay_that_is_interrupted_leaves_no_process_behind(drill, number, subject_environment):
-    command = _command(f"{_MISBEHAVING}.tokens-13")
+    command = [sys.executable, *_arguments(f"{_MISBEHAVING}.tokens-13")]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=subject_environment, **pipe) as process:
         assert process.stdout is not None
