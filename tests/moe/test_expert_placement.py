@@ -238,6 +238,7 @@ def test_ids_of_another_device_are_refused_with_replicas_as_without(
         (lambda: ExpertPlacement(2, ((0, 1), ())), "rank 1 must hold at least one expert"),
         (lambda: ExpertPlacement(2, ((0, 2),)), "experts of ranks must be 0 to 1 (got 2)"),
         (lambda: ExpertPlacement(2, ((0, -1),)), "experts of ranks must be 0 to 1 (got -1)"),
+        (lambda: ExpertPlacement(2, ((0, 1, 7),)), "experts of ranks must be 0 to 1 (got 7)"),
         (
             lambda: ExpertPlacement(3, ((0,), (2, 0))),
             "each of the 3 experts must be on a rank (missing 1)",
