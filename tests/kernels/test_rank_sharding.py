@@ -229,17 +229,6 @@ def test_autocast_does_not_change_what_ranks_return(
         assert all(map(torch.equal, group.parts(x), plain))
 
 
-def test_a_traced_layer_returns_the_same_within_autocast(fresh_dynamo: None) -> None:
-    group, x = Group.of(OUT, Parallel.ROW, 1), randn(10, 48, seed=3)
-    (alone,) = group.ranks
-    alone.join(_Alone())
-    prepared, workspace = mapping(ROWS), group.workspace()
-    want = alone(x, prepared, workspace)
-    traced = torch.compile(alone, backend="aot_eager", fullgraph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(traced(x, prepared, workspace), want)
-
-
 def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     group, x = Group.of(WIDE, Parallel.COLUMN, 2), randn(10, 48, seed=3)
     plain = group.parts(x)
@@ -406,14 +395,18 @@ def test_slots_that_are_not_sharded_need_no_group() -> None:
         )
 
 
-def test_an_operator_that_is_traced_finds_its_group(fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_traced_layer_finds_its_group_and_returns_the_same_within_autocast(
+    fresh_dynamo: None, autocast: bool
+) -> None:
     group, x = Group.of(OUT, Parallel.ROW, 1), randn(10, 48, seed=3)
     (alone,) = group.ranks
     alone.join(_Alone())
     prepared, workspace = mapping(ROWS), group.workspace()
     want = alone(x, prepared, workspace)
     traced = torch.compile(alone, backend="aot_eager", fullgraph=True)
-    assert torch.equal(traced(x, prepared, workspace), want)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        assert torch.equal(traced(x, prepared, workspace), want)
 
 
 class _Alone:
