@@ -31,26 +31,20 @@ def plan_gdn(shape: DenseShape, *, dual_stream: bool, may_join: bool = True) -> 
     products where the weights of qkvz and ba do not fit into one product."""
     if not may_join:
         return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL
-    rows, tuning = shape.planned.num_rows, shape.tuning.gdn
+    rows = shape.planned.num_rows
     if not dual_stream or shape.num_rows == 0 or rows > _most_rows_beside(shape):
         return GDNForm.MERGED
-    fewest = tuning.apart_weights_of_one_row if rows == 1 else tuning.apart_weights
-    is_apart = _weights(shape) >= fewest and rows <= tuning.apart_rows
-    return GDNForm.DUAL if is_apart else GDNForm.BESIDE
+    return GDNForm.BESIDE
 
 
 def _most_rows_beside(shape: DenseShape) -> int:
     """Of a batch whose shrink the product of all columns hides."""
     tuning = shape.tuning
     hides_more = (
-        _weights(shape) >= tuning.dense.dual_weights
+        shape.in_features * sum(shape.slice_widths) >= tuning.dense.dual_weights
         and shape.ranks_of_all_slices <= tuning.dense.dual_ranks
     )
     return tuning.gdn.dual_rows_of_few_ranks if hides_more else tuning.gdn.dual_rows
-
-
-def _weights(shape: DenseShape) -> int:
-    return shape.in_features * sum(shape.slice_widths)
 
 
 def check_form(form: GDNForm | None, *, is_one_format: bool) -> None:

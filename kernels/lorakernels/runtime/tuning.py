@@ -135,11 +135,6 @@ class GDNTuning:
     # `dual_weights` and `dual_ranks` of linear layers say
     dual_rows: int
     dual_rows_of_few_ranks: int
-    # fewest weights of all columns whose two products beside each other are faster than one product
-    # beside the shrink: in a batch of one row, and in larger ones of at most so many rows
-    apart_weights_of_one_row: int
-    apart_weights: int
-    apart_rows: int
 
 
 # equal by identity, which is compared for every plan that is looked up; there are few of them
@@ -182,11 +177,8 @@ HOPPER = Tuning(
         usual_slots=4,
     ),
     gdn=GDNTuning(
-        dual_rows=64,
+        dual_rows=96,
         dual_rows_of_few_ranks=255,
-        apart_weights_of_one_row=40_000_000,
-        apart_weights=56_000_000,
-        apart_rows=8,
     ),
     moe=MoETuning(
         usual_slots=4,
