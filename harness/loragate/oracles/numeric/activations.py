@@ -21,10 +21,10 @@ _KINK = 2.0**-6
 def activated(activation: Activation, gate: Tensor | None, up: Tensor) -> Tensor:
     """act of gate and up. SwiGLU of GPT-OSS has a gate."""
     if gate is None:
-        return _of_gate(activation, up)
+        return of_gate(activation, up)
     if activation is Activation.SWIGLU_OAI:
         up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
-    return _of_gate(activation, gate) * up
+    return of_gate(activation, gate) * up
 
 
 def slopes(activation: Activation, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -32,9 +32,9 @@ def slopes(activation: Activation, gate: Tensor | None, up: Tensor) -> tuple[Ten
     if gate is None:
         return None, _slope(activation, up)
     if activation is not Activation.SWIGLU_OAI:
-        return _slope(activation, gate) * up, _of_gate(activation, gate)
+        return _slope(activation, gate) * up, of_gate(activation, gate)
     live = _below(gate) * _slope(activation, gate.clamp(max=SWIGLU_LIMIT))
-    by_up = _below(up) * _below(-up) * _of_gate(activation, gate)
+    by_up = _below(up) * _below(-up) * of_gate(activation, gate)
     return live * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1), by_up
 
 
@@ -42,7 +42,8 @@ def _below(values: Tensor) -> Tensor:
     return (values < SWIGLU_LIMIT * (1 + _KINK)).to(values.dtype)
 
 
-def _of_gate(activation: Activation, gate: Tensor) -> Tensor:
+def of_gate(activation: Activation, gate: Tensor) -> Tensor:
+    """The factor of act that the gate gives, or up without a gate."""
     match activation:
         case Activation.SILU:
             return functional.silu(gate)

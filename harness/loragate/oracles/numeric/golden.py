@@ -130,10 +130,17 @@ def plain_bases(case: Case, batch: Batch, base: BaseLayer | None) -> tuple[Tenso
 
 
 def deltas(
-    pool: Pool, x: Tensor, rows: OutRows, dtype: torch.dtype, *, squares: bool = False
+    pool: Pool,
+    x: Tensor,
+    rows: OutRows,
+    dtype: torch.dtype,
+    *,
+    squares: bool = False,
+    smallest: float = 0.0,
 ) -> Tensor:
     """[rows, out_features] in `dtype`: weight * scale * (x @ A.T) @ B.T, zero for rows without
-    a slot. `squares`: each term of the last product squared before it is added up."""
+    a slot. `squares`: each term of the last product squared before it is added up, and none of
+    x @ A.T counted as below `smallest`."""
     widths = _widths(pool)
     delta = torch.zeros(len(rows.slots), sum(widths), dtype=dtype, device=x.device)
     for slot in range(pool.num_slots):
@@ -149,7 +156,8 @@ def deltas(
             a, b = _factors(pool, slot, part)
             shrunk, b = grouped.times(values, a[:, :rank]), b[..., :rank]
             if squares:
-                shrunk, b, factor = shrunk.square(), b.to(dtype).square(), factor**2
+                shrunk = shrunk.square().clamp(min=smallest**2)
+                b, factor = b.to(dtype).square(), factor**2
             delta[own, column : column + width] = factor * grouped.times(shrunk, b)
             column += width
     return delta

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from loragate.inputs.base_experts import dequantised, in_halves, quantised, quantised_by
 from loragate.inputs.expert_places import rank_of_pairs
-from loragate.inputs.pairs import pair_rows
+from loragate.inputs.pairs import OutRows, pair_rows
 from loragate.matrix.case import Activation, Case, RouterWeights
-from loragate.oracles.numeric.activations import activated, slopes
+from loragate.oracles.numeric.activations import activated, of_gate, slopes
 from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_bases, squared
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
@@ -34,10 +34,14 @@ _STEP_FP8, _MEAN = 2.0**-3.5, 0.8
 _REACH = 4.0
 
 
-def golden_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Golden:
-    """The right result, for any site."""
+def golden_of(
+    case: Case, pool: Pool, batch: Batch, base: BaseLayer | None, *, rounds_all: bool = False
+) -> Golden:
+    """The right result, for any site. rounds_all: in a MoE layer whatever a kernel could write may
+    be rounded to the dtype: B with the scale in it, base outputs and deltas apart, their sums, and
+    the value of the activation function before it is multiplied by up."""
     if isinstance(base, BaseExperts):
-        return _golden_layer(case, pool, batch, base)
+        return _golden_layer(case, pool, batch, base, rounds_all=rounds_all)
     return golden(pool, batch, base, case.write)
 
 
@@ -62,19 +66,26 @@ def rounds_always(case: Case) -> str | None:
     return None
 
 
-def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
+def _golden_layer(
+    case: Case, pool: Pool, batch: Batch, base: BaseExperts, *, rounds_all: bool
+) -> Golden:
     """`terms_sq` of the result is the variance of the output for roundings of relative variance 1:
-    those of the shrink outputs, of act, of the outputs of pairs, and of the sum over ranks."""
-    layer = _Layer(case, base, batch, torch.float64)
+    those of the shrink outputs, of act, of the outputs of pairs, and of the sum over ranks; with
+    `rounds_all` those of all else, too."""
+    layer = _Layer(case, base, batch, torch.float64, rounds_all=rounds_all)
     first, alone = layer.first(pool), layer.first(None)
-    moved = layer.moved(pool, first)
+    moved = layer.moved(pool, first, alone)
     noise = layer.weighted_sum(layer.noise(pool, first, moved), squares=True)
     base_alone, out, jump, of_ranks = (torch.zeros_like(noise) for _ in range(4))
     for columns in _parts(case.slices[0], case.tp):
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
         y = layer.second(pool.down, first.act, columns)
         out += layer.weighted_sum(y)
-        noise += layer.weighted_sum(y.square(), squares=True)
+        noise += layer.weighted_sum(layer.rounded(y), squares=True)
+        if rounds_all:
+            of_base = layer.second(None, first.act, columns)
+            apart = layer.rounded(of_base) + layer.rounded(y - of_base)
+            noise += layer.weighted_sum(apart, squares=True)
         if layer.is_quantised:
             jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
         if case.tp * case.ep > 1:
@@ -121,12 +132,25 @@ class _First:
     up: Tensor
     act: Tensor
 
+    @property
+    def gate_and_up(self) -> Tensor:
+        """Side by side."""
+        return self.up if self.gate is None else torch.cat((self.gate, self.up), 1)
+
 
 class _Layer:
     """One step in `dtype`. Pairs without an expert are left out."""
 
-    def __init__(self, case: Case, base: BaseExperts, batch: Batch, dtype: torch.dtype) -> None:
-        self.case, self.batch, self.dtype = case, batch, dtype
+    def __init__(
+        self,
+        case: Case,
+        base: BaseExperts,
+        batch: Batch,
+        dtype: torch.dtype,
+        *,
+        rounds_all: bool = False,
+    ) -> None:
+        self.case, self.batch, self.dtype, self.rounds_all = case, batch, dtype, rounds_all
         rows = pair_rows(batch)
         rows = rows[(rows.experts >= 0).nonzero().flatten()]
         assert rows.weights is not None
@@ -197,9 +221,9 @@ class _Layer:
             y = y * self.weights_alike
         return self.added(self.weighted(y))
 
-    def moved(self, pool: Pool, first: _First) -> Tensor:
-        """Variance of act before it is rounded, to first order."""
-        variance = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
+    def moved(self, pool: Pool, first: _First, alone: _First) -> Tensor:
+        """Variance of act before it is rounded, to first order. alone: without deltas."""
+        variance = self.shrunk_rounded(pool, self.batch.x, self.rows)
         if self.batch.x.dtype == torch.float32:
             variance += self._accumulation(variance)
         elif self.is_quantised:
@@ -208,12 +232,20 @@ class _Layer:
             variance += self._accumulation(variance) * (2 * fp32) ** 2
         if self.case.router is RouterWeights.INPUT:
             variance *= self.weights.square()
-        return _act_noise(self.case.activation, first, variance)
+        if not self.rounds_all:
+            return _act_noise(self.case.activation, first, variance)
+        whole, of_base = first.gate_and_up, alone.gate_and_up
+        variance += sum(map(self.rounded, (of_base, whole - of_base, whole)))
+        moved = _act_noise(self.case.activation, first, variance)
+        value = of_gate(self.case.activation, first.up if first.gate is None else first.gate)
+        # a small value, which is rounded most, may be multiplied by a large up
+        share = torch.where(value == 0, 0.0, self.rounded(value) / value.square())
+        return moved + share * first.act.square()
 
     def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
         """Variance of the outputs of pairs before they are rounded, to first order."""
         assert pool.down is not None
-        act = moved + first.act.square()
+        act = moved + self.rounded(first.act)
         through_base = act
         if self.is_quantised:
             # a value that moves a little may be rounded, and then quantised, to the next number
@@ -221,7 +253,18 @@ class _Layer:
             through_base = act + flips / self.unit
         total = self.grouped.times(through_base, self.w2, squares=True)
         total += deltas(squared(pool.down), act, self.act_rows, self.dtype)
-        return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
+        return total + self.shrunk_rounded(pool.down, first.act, self.act_rows)
+
+    def shrunk_rounded(self, pool: Pool, x: Tensor, rows: OutRows) -> Tensor:
+        """Variance of the deltas for shrink outputs that are rounded, and for B, whose roundings
+        cost as much."""
+        variance = deltas(pool, x, rows, self.dtype, squares=True, smallest=self.smallest)
+        return variance * 2 if self.rounds_all else variance
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Variance of rounding each of `values`; that of the smallest numbers does not follow their
+        size."""
+        return torch.where(values == 0, 0.0, values.square().clamp(min=self.smallest**2))
 
     def largest_flip(self, first: _First, moved: Tensor, columns: slice) -> Tensor:
         """Squared errors of the outputs of pairs from the largest flip of act: a value so close to
@@ -234,6 +277,11 @@ class _Layer:
         size = quantised_by(quantised(down)[1], up) - quantised_by(quantised(up)[1], down)
         largest = torch.where(size == size.amax(1, keepdim=True), size, 0.0)
         return self.grouped.times(largest.square(), self.w2[..., columns], squares=True)
+
+    @property
+    def smallest(self) -> float:
+        """Normal number of the dtype of the case."""
+        return torch.finfo(self.batch.x.dtype).smallest_normal
 
     @property
     def unit(self) -> float:
