@@ -103,7 +103,7 @@ def brute_conflicts(trace: Trace) -> set[tuple[int, int, int]]:
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(traces)
 def test_two_launches_are_ordered_if_and_only_if_a_path_leads_from_one_to_the_other(
     trace: Trace,
@@ -115,13 +115,13 @@ def test_two_launches_are_ordered_if_and_only_if_a_path_leads_from_one_to_the_ot
                 assert clocks.ordered(i, j) == ((i, j) in reached), (i, j)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(traces)
 def test_exactly_the_unordered_pairs_that_share_a_written_byte_conflict(trace: Trace) -> None:
     assert {(c.first, c.second, c.block) for c in conflicts(trace)} == brute_conflicts(trace)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(operations, max_size=9).map(lambda ops: Trace(tuple(ops))))
 def test_all_legal_orders_of_a_short_trace_are_found(trace: Trace) -> None:
     launched = [i for i, op in enumerate(trace.operations) if isinstance(op, Launch)][:6]
@@ -250,7 +250,6 @@ def test_a_report_names_tensor_bytes_streams_and_both_stacks() -> None:
     assert "layer1.py:11 in step1" in text
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), min_size=1, max_size=3),
     st.integers(0, 5),

@@ -43,7 +43,7 @@ def prepared(*steps: list[int]) -> BatchMetadata:
 batches = st.lists(st.integers(-1, MAX_SLOTS - 1), max_size=MAX_TOKENS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(first=batches, second=batches)
 def test_any_batch_is_tiled_by_slot_whatever_came_before_it(
     first: list[int], second: list[int]

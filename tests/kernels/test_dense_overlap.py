@@ -121,7 +121,7 @@ sizes = st.integers(1, 5)
 strides = st.integers(0, 12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes, sizes, strides, strides)
 def test_overlap_of_a_tensor_with_itself_is_found_exactly(
     rows: int, columns: int, down: int, right: int
@@ -131,7 +131,7 @@ def test_overlap_of_a_tensor_with_itself_is_found_exactly(
     assert overlaps_itself(tensor) == (len(set(found)) < len(found))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_what_is_said_not_to_overlap_does_not(data: st.DataObject) -> None:
     buffer, rows = torch.empty(256), data.draw(sizes)
@@ -147,7 +147,7 @@ def test_what_is_said_not_to_overlap_does_not(data: st.DataObject) -> None:
         assert set(places(x)).isdisjoint(places(out))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_columns_of_one_buffer_overlap_only_where_they_share_a_place(data: st.DataObject) -> None:
     width, rows = data.draw(st.integers(2, 12)), data.draw(st.integers(2, 5))

@@ -122,7 +122,7 @@ class Experts:
 
 
 @pytest.mark.parametrize("operation", [Dense, Experts])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(steps=steps)
 def test_steps_of_any_layout_in_any_order_have_the_bits_of_steps_on_their_own(
     operation: type[Dense | Experts], steps: list[tuple[int, str, str, int]]

@@ -134,7 +134,7 @@ def planned(geometry: Geometry) -> Compiled:
     return frozenset().union(*(compiled_for(own, rows) for rows in sizes))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(geometry=st.sampled_from(GEOMETRIES), rows=st.integers(1, MOST))
 def test_no_batch_needs_a_kernel_that_the_planned_sizes_do_not_need(
     geometry: Geometry, rows: int

@@ -41,7 +41,7 @@ def _products(draw: st.DrawFn) -> tuple[list[int], list[Exclusion]]:
     return sizes, exclusions
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(_products())
 @example(([1, 1, 2, 1, 1], [{0: frozenset({0}), 1: frozenset({0}), 2: frozenset({0})}]))
 def test_a_sample_holds_exactly_the_pairs_of_the_allowed_product(

@@ -55,7 +55,7 @@ def local_ids(placement: ExpertPlacement, ids: Tensor) -> list[Tensor]:
     return found
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(placement=placements(), seed=st.integers(0, 1 << 20))
 def test_one_rank_computes_a_pair_with_its_expert(placement: ExpertPlacement, seed: int) -> None:
     count = placement.num_experts

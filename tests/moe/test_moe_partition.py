@@ -25,7 +25,7 @@ def owners(cuts: list[MoECut], expert: int, column: int) -> int:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ep=SIZES, tp=SIZES, extra=st.integers(0, 5), width=st.integers(1, 9), pad=st.integers(0, 9))
 def test_all_ranks_together_hold_each_element_exactly_once(
     ep: int, tp: int, extra: int, width: int, pad: int
@@ -38,7 +38,7 @@ def test_all_ranks_together_hold_each_element_exactly_once(
     assert max(c.experts.size for c in cuts) - min(c.experts.size for c in cuts) <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ep=SIZES, tp=SIZES, extra=st.integers(0, 5))
 def test_each_expert_is_local_to_the_ranks_of_one_part_and_dense_there(
     ep: int, tp: int, extra: int

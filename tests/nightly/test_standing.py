@@ -124,7 +124,7 @@ def _known_at_once(trials: Sequence[TrialRecord], undecided: Collection[str]) ->
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(changes=_histories)
 def test_trials_one_by_one_say_what_all_of_them_say_at_once(
     changes: list[tuple[dict[str, Any], int]], trial: NewTrial, scan_run: NewRun
@@ -154,7 +154,7 @@ def test_trials_one_by_one_say_what_all_of_them_say_at_once(
     assert known == _known_at_once(trials, undecided)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     digests=st.lists(st.sampled_from("abc"), max_size=12),
     planned=st.lists(st.booleans(), min_size=12, max_size=12),
@@ -175,7 +175,7 @@ def test_the_digest_of_most_trials_is_the_usual_one_and_of_equally_many_the_olde
     assert sum(tally.failures for tally in group.tallies.values()) == state.failures
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(changes=st.lists(_changes, min_size=1, max_size=25))
 def test_inputs_with_several_results_are_told_by_each_of_their_trials(
     changes: list[dict[str, Any]], trial: NewTrial, scan_run: NewRun

@@ -312,7 +312,7 @@ def _good_summaries(draw: st.DrawFn) -> Summary:
     return summarize(EventLog(tuple(events)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(summary=_summaries() | _good_summaries())
 def test_the_document_is_red_exactly_if_the_run_did_not_pass(summary: Summary) -> None:
     root = ElementTree.fromstring(render_junit(summary))
@@ -337,7 +337,7 @@ def test_durations_that_have_no_sum_leave_the_document_readable(
     assert suite.get("time") == "0.000"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(summary=_summaries())
 def test_the_document_is_what_readers_of_the_format_expect(summary: Summary) -> None:
     root = ElementTree.fromstring(render_junit(summary))

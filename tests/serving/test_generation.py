@@ -95,7 +95,7 @@ PROMPT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6).map(tu
 REQUEST = st.builds(Request, PROMPT, st.sampled_from([None, *SLOTS]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(REQUEST, max_size=9),
     st.integers(1, 4),

@@ -72,7 +72,7 @@ def test_every_row_is_served_as_it_would_be_alone_whatever_came_before(
                     assert not any(part[slot].any() for part in weights.tensors)
 
     case = Server.TestCase
-    case.settings = settings(max_examples=6, stateful_step_count=8, deadline=None)
+    case.settings = settings(max_examples=6, stateful_step_count=8)
     case().runTest()
 
 

@@ -175,7 +175,7 @@ REQUESTS = st.lists(
 ENDS = st.sets(st.integers(0, VOCABULARY - 1), max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     REQUESTS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), ENDS, st.lists(st.booleans())
 )
@@ -254,7 +254,7 @@ def test_a_draft_behind_the_end_of_an_answer_was_not_accepted() -> None:
     assert generation.drafts == DraftCounts(accepted=2, rejected=1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(REQUESTS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), ENDS)
 def test_a_model_that_speaks_alike_drafts_nothing_that_is_rejected(
     requests: list[Request], lines: int, num_drafts: int, limit: int, ends: set[int]
