@@ -7,7 +7,7 @@ per population: all rows of one slot, for one slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 
@@ -77,65 +77,110 @@ def row_errors(
     not finite in the golden output count as no error: their positions are checked before. `bases`:
     the output of the base layer alone in the dtype, where the case has one that is not cut, in each
     of the ways that a subject may compute it."""
-    out = right.out
-    finite = out.isfinite()
-    widths = list(case.out_slices)
-
-    def error(values: Tensor) -> Tensor:
-        return torch.where(finite, values.double() - out, 0.0)
-
-    def sums(values: Tensor) -> Tensor:
-        return torch.stack([part.sum(1) for part in torch.split(values, widths, 1)], 1)
-
-    def tops(values: Tensor) -> Tensor:
-        return torch.stack([part.amax(1) for part in torch.split(values, widths, 1)], 1)
-
+    slices, finite = _Slices(list(case.out_slices)), right.out.isfinite()
     delta = torch.where(finite, right.delta, 0.0)
-    wrong, plain = error(subject), error(eager)
-    bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
-    drift = _accumulation(case) * sums(_accumulated(case, right, finite))
+    wrong, plain = (torch.where(finite, v.double() - right.out, 0.0) for v in (subject, eager))
     shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
     jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
-    noise, of_base, of_delta = (
-        torch.where(finite, part, 0.0) for part in _rounding_noise(case, right, eager.dtype)
-    )
+    drift = _accumulation(case) * slices.sums(_accumulated(case, right, finite))
+    rounded = torch.where(finite, right.out.to(eager.dtype).double() - right.out, 0.0)
     # few ranks times few digits of B make sums whose roundings are alike, and far from average
-    floor = sums(error(out.to(eager.dtype)).square())
-    noise_sq, base_sq = sums(noise).maximum(floor), sums(of_base)
-    bound_sq, bound_max = sums(bound.square()), tops(bound)
-    if bases:
-        # cuBLAS splits K and may add up the parts in 16 bits
-        missed = reduce(torch.maximum, ((base.double() - right.base).abs() for base in bases))
-        missed = torch.where(finite, missed, 0.0)
-        base_sq = base_sq.maximum(sums(missed.square()))
-        # not always in the same elements, for it takes another algorithm for another layout
-        beyond = (missed - half_ulp(right.base, eager.dtype)).clamp(min=0)
-        beyond *= math.sqrt(_PARTS_OF_ANOTHER_ALGORITHM)
-        bound_sq = bound_sq + _most(sums(beyond.square()))
-        bound_max = bound_max + _most(tops(beyond))
-    noise = noise + of_base
-    worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
+    floor = slices.sums(rounded.square())
+    missed = _missed(right, bases, finite)
+    bound_sq, bound_max = _bounds(case, right, eager.dtype, missed, slices)
+    noise = _noise(case, right, eager.dtype, missed, slices)
     return RowErrors(
-        delta_sq=sums(delta.square()),
-        subject_sq=sums(wrong.square()),
-        eager_sq=sums(plain.square()),
+        delta_sq=slices.sums(delta.square()),
+        subject_sq=slices.sums(wrong.square()),
+        eager_sq=slices.sums(plain.square()),
         bound_sq=bound_sq + drift,
         floor_sq=floor + drift,
-        subject_max=tops(wrong.abs()),
-        eager_max=tops(plain.abs()),
-        bound_max=bound_max + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
-        shrunk_sq=sums(shrunk),
-        shrunk_max=tops(shrunk + (JUMPS / TAIL) ** 2 * jump).sqrt(),
-        jump_sq=sums(jump),
-        worst_column=torch.stack(worst, 1),
-        gain=sums(wrong * delta),
-        eager_gain=sums(plain * delta),
-        noise_sq=noise_sq + base_sq + drift,
-        noise_4=sums(noise.square()),
-        delta_noise_sq=sums(of_delta),
-        delta_noise_4=sums(of_delta.square()),
-        gain_noise=sums((noise + of_delta) * delta.square()),
+        subject_max=slices.tops(wrong.abs()),
+        eager_max=slices.tops(plain.abs()),
+        bound_max=bound_max
+        + TAIL * (drift / torch.tensor(slices.widths, device=drift.device)).sqrt(),
+        shrunk_sq=slices.sums(shrunk),
+        shrunk_max=slices.tops(shrunk + (JUMPS / TAIL) ** 2 * jump).sqrt(),
+        jump_sq=slices.sums(jump),
+        worst_column=slices.places(wrong.abs()),
+        gain=slices.sums(wrong * delta),
+        eager_gain=slices.sums(plain * delta),
+        noise_sq=noise.of_output_sq.maximum(floor) + noise.of_base_sq + drift,
+        noise_4=slices.sums(noise.of_sum.square()),
+        delta_noise_sq=slices.sums(noise.of_delta),
+        delta_noise_4=slices.sums(noise.of_delta.square()),
+        gain_noise=slices.sums((noise.of_sum + noise.of_delta) * delta.square()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """Reductions of [rows, out_features] to [rows, slices], over the columns of each slice."""
+
+    widths: list[int]
+
+    def sums(self, values: Tensor) -> Tensor:
+        return self._stacked(part.sum(1) for part in torch.split(values, self.widths, 1))
+
+    def tops(self, values: Tensor) -> Tensor:
+        return self._stacked(part.amax(1) for part in torch.split(values, self.widths, 1))
+
+    def places(self, values: Tensor) -> Tensor:
+        """Of the largest values."""
+        return self._stacked(part.argmax(1) for part in torch.split(values, self.widths, 1))
+
+    def _stacked(self, parts: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(parts), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """What roundings cost on average: each element of the sum of base and delta and of the delta
+    [rows, out_features], and the output and the base of each slice."""
+
+    of_sum: Tensor
+    of_delta: Tensor
+    of_output_sq: Tensor
+    of_base_sq: Tensor
+
+
+def _missed(right: Golden, bases: Sequence[Tensor], finite: Tensor) -> Tensor | None:
+    """The largest error of each element of the base output, of all ways that compute it. cuBLAS
+    splits K and may add up the parts in 16 bits."""
+    if not bases:
+        return None
+    missed = reduce(torch.maximum, ((base.double() - right.base).abs() for base in bases))
+    return torch.where(finite, missed, 0.0)
+
+
+def _bounds(
+    case: Case, right: Golden, dtype: torch.dtype, missed: Tensor | None, slices: _Slices
+) -> tuple[Tensor, Tensor]:
+    """What rounding may cost at worst, squared and added up, and of one element."""
+    bound = torch.where(right.out.isfinite(), _rounding_bound(case, right, dtype), 0.0)
+    bound_sq, bound_max = slices.sums(bound.square()), slices.tops(bound)
+    if missed is None:
+        return bound_sq, bound_max
+    # not always in the same elements, for it takes another algorithm for another layout
+    beyond = (missed - half_ulp(right.base, dtype)).clamp(min=0)
+    beyond *= math.sqrt(_PARTS_OF_ANOTHER_ALGORITHM)
+    return (
+        bound_sq + _most(slices.sums(beyond.square())),
+        bound_max + _most(slices.tops(beyond)),
+    )
+
+
+def _noise(
+    case: Case, right: Golden, dtype: torch.dtype, missed: Tensor | None, slices: _Slices
+) -> _Noise:
+    finite = right.out.isfinite()
+    of_output, of_base, of_delta = (
+        torch.where(finite, part, 0.0) for part in _rounding_noise(case, right, dtype)
+    )
+    base_sq = slices.sums(of_base)
+    if missed is not None:
+        base_sq = base_sq.maximum(slices.sums(missed.square()))
+    return _Noise(of_output + of_base, of_delta, slices.sums(of_output), base_sq)
 
 
 def _most(values: Tensor) -> Tensor:
