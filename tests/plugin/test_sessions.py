@@ -54,6 +54,20 @@ def test_workers_that_die_before_they_collect_end_the_session(tmp_path, run_sess
     assert "3 workers died before they could run anything" in session.output
 
 
+def test_a_subject_whose_name_is_not_ascii_is_accounted_for_with_workers(
+    tmp_path, subject_environment, run_session
+):
+    (tmp_path / "maß.py").write_text(
+        "from loragate.subjects.torch.subject import TorchSubject as Größe\n"
+    )
+    path = f"{subject_environment['PYTHONPATH']}:{tmp_path}"
+    arguments = (tmp_path / "report", "-n", "1", "--loragate-cases=*tokens-21")
+    session = run_session(*arguments, matrix="four_good.yaml", subject="maß:Größe", PYTHONPATH=path)
+    assert session.exit_code == ExitCode.OK, session.output
+    total = summarize(session.log).total
+    assert (total.subject, total.expected, total.passed) == ("total", 1, 1)
+
+
 def test_a_distribution_that_hangs_when_a_worker_dies_is_refused(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "2", "--dist", "loadfile", matrix="one_hang.yaml"

@@ -26,6 +26,7 @@ from loragate.subjects.registry import check_subject_name
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
 _RUNS = pytest.StashKey[dict[str, CaseRun]]()
+_RUNS_OF_NODES = pytest.StashKey[dict[str, CaseRun]]()
 _FINDINGS = pytest.StashKey[tuple[Finding, ...]]()
 _CASES = pytest.StashKey[tuple[Case, ...]]()
 
@@ -133,5 +134,11 @@ def case_run_of(item: pytest.Item) -> CaseRun | None:
 
 def case_run_of_id(config: pytest.Config, nodeid: str) -> CaseRun | None:
     """The run of a node id that a worker has reported; None if it is an ordinary test."""
+    if _RUNS_OF_NODES not in config.stash:
+        runs = selected_runs(config)
+        # pytest escapes what is not ASCII, as the name of a subject may be, unless its options say
+        # that it should not
+        escaped = {name.encode("unicode_escape").decode(): run for name, run in runs.items()}
+        config.stash[_RUNS_OF_NODES] = runs | escaped
     _, bracket, rest = nodeid.partition("[")
-    return selected_runs(config).get(rest.removesuffix("]")) if bracket else None
+    return config.stash[_RUNS_OF_NODES].get(rest.removesuffix("]")) if bracket else None
