@@ -17,6 +17,7 @@ from loragate.events.log import read_events
 from loragate.events.model import CaseFinished, RunFinished
 from loragate.report.summary import summarize
 
+ROOT = Path(__file__).parents[2]
 MATRICES = Path(__file__).parent / "misbehaving"
 
 
@@ -84,20 +85,17 @@ def can_mount() -> bool:
 
 
 @pytest.fixture
-def gate_on_small_disk(tmp_path, subject_environment):
-    """Runs the gate with its report on a file system of that size, and keeps what it left."""
+def on_small_disk(tmp_path, subject_environment):
+    """Runs Python with a report on a file system of that size, and keeps what it left."""
     if not can_mount():
         pytest.skip("this user may not mount a file system")
 
-    def run(size: str) -> tuple[int, str, Path]:
+    def run(size: str, arguments: str, report_option: str) -> tuple[int, str, Path]:
         disk, kept = tmp_path / "disk", tmp_path / "kept"
         disk.mkdir()
-        gate = (
-            f"{sys.executable} -m loragate gate --subject torch --report {disk}/report "
-            f"--matrix {MATRICES / 'four_good.yaml'}"
-        )
+        tried = f"{sys.executable} {arguments} {report_option}={disk}/report"
         mounted = f"mount -t tmpfs -o size={size} tmpfs {disk}"
-        script = f"{mounted} && {{ {gate}; code=$?; cp -r {disk}/report {kept}; exit $code; }}"
+        script = f"{mounted} && {{ {tried}; code=$?; cp -r {disk}/report {kept}; exit $code; }}"
         done = subprocess.run(
             ["unshare", "-rm", "sh", "-c", script],
             cwd=tmp_path,
@@ -110,6 +108,12 @@ def gate_on_small_disk(tmp_path, subject_environment):
         return done.returncode, done.stdout, kept
 
     return run
+
+
+@pytest.fixture
+def gate_on_small_disk(on_small_disk):
+    gate = f"-m loragate gate --subject torch --matrix {MATRICES / 'four_good.yaml'}"
+    return lambda size: on_small_disk(size, gate, "--report")
 
 
 @pytest.mark.drill(
@@ -128,6 +132,20 @@ def test_a_disk_that_is_full_is_no_failure_of_a_case_and_the_summary_is_printed(
     summary = summarize(read_events(kept / "events.jsonl"))
     # a case whose end was not recorded is not charged to the subject
     assert all(case.verdict is not Verdict.FAIL for case in summary.cases)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_session_whose_disk_is_full_in_the_middle_says_so_in_its_summary(on_small_disk, workers):
+    session = (
+        f"-m pytest {ROOT / 'cases'} --rootdir={ROOT} --config-file={ROOT / 'pyproject.toml'} "
+        f"-p no:cacheprovider -n {workers} --loragate-repeats=8 --loragate-subject=torch "
+        f"--loragate-matrix={MATRICES / 'four_good.yaml'}"
+    )
+    code, output, _ = on_small_disk("8k", session, "--loragate-report")
+    assert code == ExitCode.INFRASTRUCTURE, output
+    assert "INFRA in" in output
+    assert "3 planned cases were never started" in output
+    assert "leg pytest: infra: " in output
 
 
 @pytest.mark.drill(

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,9 +25,9 @@ from loragate.plugin.collection import (
 )
 from loragate.plugin.crash_report import crash_report
 from loragate.plugin.judging import failed_as_judged, mark_judged, unrecorded
-from loragate.plugin.options import SETTINGS, Role, Settings, selection_of
+from loragate.plugin.options import SETTINGS, Ownership, Role, Settings, selection_of
 from loragate.plugin.ordinary_tests import Report, failures_in_run
-from loragate.plugin.session_run import SessionRun
+from loragate.plugin.session_run import INTERRUPTED, SessionRun
 from loragate.plugin.sticky import lost_device
 from loragate.report.evidence import render_evidence
 from loragate.report.terminal import Colour, render_summary
@@ -58,6 +58,8 @@ class Accounting:
         self._ready_nodes: set[str] = set()
         self._early_deaths = 0
         self._without_cases = False
+        # why the session ended itself
+        self._stopped = ""
         # run ids that pytest shows itself
         self._shown: set[str] = set()
 
@@ -75,9 +77,7 @@ class Accounting:
             return
         self._early_deaths += 1
         if self._early_deaths >= _MAX_EARLY_DEATHS:
-            problem = f"{self._early_deaths} workers died before they could run anything: {error}"
-            self._run.record.note_problem(problem)
-            pytest.exit(problem, returncode=ExitCode.INFRASTRUCTURE.value)
+            self._stop(f"{self._early_deaths} workers died before they could run anything: {error}")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._started[nodeid] = time.monotonic()
@@ -97,9 +97,8 @@ class Accounting:
             self._lost_device.add(report.nodeid)
         problem = unrecorded(report)
         if problem is not None:
-            self._run.record.note_problem(problem)
             # nothing that runs from here on could be judged
-            pytest.exit(problem, returncode=ExitCode.INFRASTRUCTURE.value)
+            self._stop(problem)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         # with --continue-on-collection-errors the cases of other modules still run
@@ -134,6 +133,11 @@ class Accounting:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             return
+        is_owned = self._settings.ownership is Ownership.OWNED
+        if self._stopped and not (is_owned and self._run.begun):
+            # there is no run to be closed, or the gate closes it
+            session.exitstatus = ExitCode.INFRASTRUCTURE.value
+            return
         if not self._run.begun:
             self._refuse_nothing(session)
             return
@@ -141,10 +145,11 @@ class Accounting:
             self._other_failures, self._run.record.read().events, self._config.rootpath
         )
         self._run.record.write(others)
+        interrupted = session.exitstatus == pytest.ExitCode.INTERRUPTED
         exit_code = self._run.finish(
             self._collected.values(),
             other_failures=len(others),
-            interrupted=session.exitstatus == pytest.ExitCode.INTERRUPTED,
+            stopped=(self._stopped or INTERRUPTED) if interrupted else "",
         )
         # if all cases passed, failures that pytest has seen elsewhere still count
         if exit_code is not ExitCode.OK:
@@ -172,6 +177,13 @@ class Accounting:
             summary = replace(self._run.summary, cases=unseen)
             terminalreporter.write_line(render_summary(summary, colour))
             terminalreporter.write_line(f"report: {self._settings.report}")
+
+    def _stop(self, problem: str) -> NoReturn:
+        """End the session for lack of what it needs to judge anything more."""
+        self._stopped = problem
+        self._run.record.note_problem(problem)
+        # with 3, which is an internal error to pytest, there would be no summary
+        pytest.exit(problem)
 
     def _expect(self, found: Iterable[tuple[str, CaseRun | None]]) -> None:
         first = not self._collected

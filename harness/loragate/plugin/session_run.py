@@ -25,7 +25,7 @@ from loragate.run.opening_process import opening_events_here, opening_events_of_
 from loragate.run.run_record import RunRecord
 
 _LEG = "pytest"
-_INTERRUPTED = "interrupted"
+INTERRUPTED = "interrupted"
 
 
 class SessionRun:
@@ -44,20 +44,19 @@ class SessionRun:
             self._open(runs)
         self.begun = True
 
-    def finish(
-        self, runs: Collection[CaseRun], *, other_failures: int, interrupted: bool
-    ) -> ExitCode:
+    def finish(self, runs: Collection[CaseRun], *, other_failures: int, stopped: str) -> ExitCode:
         """Judge the collected runs; close a run of its own and write its report.
 
         other_failures: how much failed in the session besides cases.
-        interrupted: the session ended before its tests did, by Ctrl-C for instance.
+        stopped: why the session ended before its tests did, by Ctrl-C for instance.
         """
         settings = self._settings
-        if interrupted:
-            self.record.write(abandoned_cases(self.record.read(), leg=_LEG, why=_INTERRUPTED))
-        verdict, message = verdict_on(runs, self.record.read()), ""
-        if interrupted:
-            verdict, message = worst([verdict, Verdict.INCONCLUSIVE]), _INTERRUPTED
+        if stopped:
+            self.record.write(abandoned_cases(self.record.read(), leg=_LEG, why=stopped))
+        verdict = verdict_on(runs, self.record.read())
+        message = stopped
+        if stopped:
+            verdict = worst([verdict, Verdict.INCONCLUSIVE])
         if other_failures:
             noun = "failure" if other_failures == 1 else "failures"
             verdict = worst([verdict, Verdict.FAIL])
