@@ -9,7 +9,7 @@ import pytest
 
 from loragate.cli import main
 from loragate.core.checkout import Tree
-from loragate.core.verdict import ExitCode, Verdict
+from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.events.durations import durations_of
 from loragate.events.log import EventLog, EventWriter, read_events
 from loragate.events.model import (
@@ -17,6 +17,7 @@ from loragate.events.model import (
     Event,
     Expected,
     HostTestFinished,
+    KnownFinding,
     LegFinished,
     Note,
     RunFinished,
@@ -25,6 +26,8 @@ from loragate.events.model import (
     ShardPart,
     Skipped,
 )
+from loragate.findings.ledger import Finding, Kind
+from loragate.findings.pattern import CasePattern
 from loragate.report.merge import MergeError, ShardReport, merged_events
 from loragate.report.summary import Summary, summarize
 
@@ -146,6 +149,37 @@ def test_shards_of_different_runs_are_refused_with_the_difference(
     shards[2] = changed(shards[2], **changes)
     with pytest.raises(MergeError, match=problem):
         merged(shards)
+
+
+def known(version: str) -> KnownFinding:
+    finding = Finding(
+        id="far-rows",
+        subject="mine",
+        versions=">=0.26,<0.27",
+        kind=Kind.DEFECT,
+        title="Far rows are lost",
+        statement="It is so.",
+        evidence="1 is 2",
+        seen_on="0.26.0, H200",
+        case=CasePattern("mine.*", OracleName.EXACT, (Failure.WRONG_ANSWER,)),
+    )
+    return KnownFinding(finding=finding, version=version)
+
+
+def test_a_finding_of_one_version_excuses_no_shard_with_a_version_that_it_does_not_list(
+    shards: Shards, finished: Callable[..., CaseFinished]
+) -> None:
+    wrong = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.WRONG_ANSWER, "row 3 is zero")
+    for index, version in ((1, "0.26.0"), (2, "0.26.1"), (3, "0.26.0")):
+        shards[index] += [known(version), finished("mine.a", Verdict.FAIL, judgements=(wrong,))]
+    assert merged(shards).verdict is Verdict.PASS
+    shards[2][-2] = known("0.27.0")
+    with pytest.raises(MergeError) as refused:
+        merged(shards)
+    assert str(refused.value) == (
+        "finding far-rows is listed for version 0.26.0 in r1, and not for 0.27.0 in r2 "
+        "(>=0.26,<0.27): it would excuse failures of both"
+    )
 
 
 def test_a_shard_that_is_given_twice_is_refused(shards: Shards) -> None:

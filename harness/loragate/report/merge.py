@@ -66,6 +66,7 @@ class ShardReport:
 def merged_events(reports: Sequence[ShardReport], *, run: str) -> tuple[Event, ...]:
     """The events of one run, called `run`. Raises MergeError."""
     _check_same(reports)
+    _check_findings(reports)
     by_index = _by_index(reports)
     first = reports[0]
     plan = _whole_plan(first.plan)
@@ -96,6 +97,25 @@ def _check_same(reports: Sequence[ShardReport]) -> None:
                     f"{field} differs: {_shown(ours)} in {first.name}, "
                     f"{_shown(theirs)} in {report.name}"
                 )
+
+
+def _check_findings(reports: Sequence[ShardReport]) -> None:
+    """MergeError for a finding whose versions are those of some shards and not of others: merged
+    results do not tell which version they are of."""
+    sides: dict[bool, dict[tuple[str, str], tuple[str, KnownFinding]]] = {True: {}, False: {}}
+    for report in reports:
+        for event in report.log.events:
+            if isinstance(event, KnownFinding):
+                key = event.finding.id, event.finding.subject
+                is_listed = event.finding.covers(event.version)
+                sides[is_listed].setdefault(key, (report.name, event))
+    for key in sorted(sides[True].keys() & sides[False].keys()):
+        (here, listed), (there, other) = sides[True][key], sides[False][key]
+        raise MergeError(
+            f"finding {key[0]} is listed for version {_shown(listed.version)} in {here}, "
+            f"and not for {_shown(other.version)} in {there} ({other.finding.versions}): "
+            "it would excuse failures of both"
+        )
 
 
 def _by_index(reports: Sequence[ShardReport]) -> Mapping[int, ShardReport]:
