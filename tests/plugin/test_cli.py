@@ -58,7 +58,9 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
         (["history", "prune", "--days", "3", "--histroy=x"], "; did you mean --history?"),
         (["gate", "--attempt=3"], "unknown arguments: --attempt=3; did you mean --draw?"),
         (["replay", "x", "--attempt", "3"], "unknown arguments: --attempt 3; did you mean --draw?"),
-        (["gate", "--seeds=0"], "must be a number from 1 up (got '0')"),
+        (["gate", "--seeds=0"], "must be a number from 1 to 10000 (got '0')"),
+        (["plan", f"--seeds={'9' * 18}"], "must be a number from 1 to 10000 (got '999"),
+        (["replay", "x", f"--repeats={'9' * 18}"], "must be a number from 1 to 1000000 (got '999"),
         (["gate", "--seeds=2", "--draw=1"], "not allowed with argument"),
         (["gate", "--repeats=0"], "must be a number from 1 up (got '0')"),
         (["replay", "x", "--draw=-1"], "must be a number from 0 up (got '-1')"),
@@ -107,6 +109,17 @@ def test_a_pattern_that_selects_nothing_is_a_usage_error(capsys):
 def replay(plain_command):
     """Replays in this process."""
     return lambda *arguments: main(["replay", "--in-process", MATRIX, *arguments])
+
+
+@pytest.mark.parametrize("command", ["plan", "gate"])
+def test_more_runs_than_a_process_can_list_are_a_usage_error(command, tmp_path, capsys):
+    options = ["--subject=torch", "--tier=smoke", f"--report={tmp_path}"]
+    options = options if command == "gate" else options[:2]
+    assert main([command, *options, MATRIX, "--repeats=999999999", "--seeds=3"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        f"loragate {command}: 2 cases with 3 draws and 999999999 repeats are 5999999994 runs; "
+        "allowed are 5000000, so select fewer cases, draws or repeats\n"
+    )
 
 
 def test_a_replay_prints_the_evidence_of_every_oracle(replay, capsys):

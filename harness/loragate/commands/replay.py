@@ -51,6 +51,9 @@ from loragate.scan.again import Asked, run_again
 from loragate.scan.devices import Devices, devices_of
 from loragate.subjects.registry import SUBJECTS
 
+# the runs of a replay are a list
+_MOST_REPEATS = 1_000_000
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("replay", help="run one case again and print its evidence")
@@ -64,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--repeats",
-        type=count_from(1),
+        type=count_from(1, _MOST_REPEATS),
         metavar="N",
         help="run the same data N times, until a run does not pass",
     )

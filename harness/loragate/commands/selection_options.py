@@ -15,6 +15,8 @@ from loragate.matrix.selection import Selection
 from loragate.matrix.shards import Shard, shard_numbers
 
 DEFAULT_SUBJECT = "lorakernels"
+# each is an argument of the leg that runs the cases, whose length the system limits
+_MOST_SEEDS = 10_000
 
 
 def add_selection_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,10 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
         "--draw", type=count_from(0), metavar="N", help="use the random data of draw N (default: 0)"
     )
     draws.add_argument(
-        "--seeds", type=count_from(1), metavar="N", help="run draws 0 to N-1, each with other data"
+        "--seeds",
+        type=count_from(1, _MOST_SEEDS),
+        metavar="N",
+        help="run draws 0 to N-1, each with other data",
     )
     parser.add_argument(
         "--repeats",

@@ -13,14 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loragate.core.machine import Machine
+from loragate.core.plural import counted
 from loragate.matrix.case import Case, Site, Tier
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.ids import run_id
-from loragate.matrix.patterns import selected_ids
+from loragate.matrix.patterns import SelectionError, selected_ids
 
 _TIERS = (Tier.SMOKE, Tier.PREMERGE, Tier.NIGHTLY)
 _GIB = 1 << 30
+# each process of a run holds a list of all of them
+_MOST_RUNS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,11 @@ def plan(
     """Plan `repeats` runs of each of `draws` of the cases of a tier, for every subject.
 
     `patterns` select run ids, see `loragate.matrix.patterns`; a case is selected by any of them.
-    Raises SelectionError if one of them selects nothing.
+    Raises SelectionError if one of them selects nothing, or for too many runs.
     """
     named = {run_id(s.name, case): (s, case) for s in _by_name(subjects) for case in cases}
     wanted = select_names({name: case for name, (_, case) in named.items()}, tier, patterns)
+    check_number(len(wanted), len(draws), repeats)
     planned: list[CaseRun] = []
     skipped: list[Skipped] = []
     for name in wanted:
@@ -122,6 +126,16 @@ def select_names(named: Mapping[str, Case], tier: Tier, patterns: Sequence[str])
     within = tiers_within(tier)
     beyond = {name: case.tier.value for name, case in named.items() if case.tier not in within}
     return tuple(sorted(selected_ids(patterns, named.keys() - beyond.keys(), beyond=beyond)))
+
+
+def check_number(cases: int, draws: int, repeats: int) -> None:
+    """Raises SelectionError for more runs than a process can list."""
+    if cases * draws * repeats > _MOST_RUNS:
+        raise SelectionError(
+            f"{counted(cases, 'case')} with {counted(draws, 'draw')} and "
+            f"{counted(repeats, 'repeat')} are {cases * draws * repeats} runs; allowed are "
+            f"{_MOST_RUNS}, so select fewer cases, draws or repeats"
+        )
 
 
 def tiers_within(tier: Tier) -> frozenset[Tier]:

@@ -14,7 +14,7 @@ from loragate.matrix.case import Case, Tier
 from loragate.matrix.case_run import CaseRun, find_run, split_draw
 from loragate.matrix.ids import run_id
 from loragate.matrix.patterns import WILDCARDS, SelectionError, selected_ids
-from loragate.matrix.plan import select_names
+from loragate.matrix.plan import check_number, select_names
 from loragate.matrix.shards import Shard
 
 _SHOWN = 5
@@ -36,7 +36,8 @@ class Selection:
 
 def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
     """Sorted by run id, draw and repeat. Runs that this machine cannot do are included: each of
-    them is skipped with a reason. Raises SelectionError if a pattern or the shard selects nothing.
+    them is skipped with a reason. Raises SelectionError if a pattern or the shard selects nothing,
+    or for too many runs.
     """
     cases = tuple(cases)
     named = {
@@ -45,6 +46,7 @@ def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, .
     by_name = {name: case for name, (_, case) in named.items()}
     selected = select_names(by_name, selection.tier, selection.patterns)
     wanted = selection.shard.part(selected) if selection.shard else frozenset(selected)
+    check_number(len(wanted), len(selection.draws), selection.repeats)
     return tuple(
         CaseRun(*named[name], draw, repeat, selection.matrix)
         for name in selected
