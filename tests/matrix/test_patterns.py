@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loragate.matrix.patterns import SelectionError, nearest_ids, selected_ids
+from loragate.matrix.patterns import SelectionError, is_selected, nearest_ids, selected_ids
 
 SIX = "torch.dense_delta.dtype-bf16.rank-8.slices-16x1024.tokens-6"
 SIXTY_FOUR = SIX.replace("tokens-6", "tokens-64")
@@ -76,6 +76,12 @@ def test_patterns_together_select_what_any_of_them_selects() -> None:
 def test_a_pattern_that_selects_nothing_is_refused_although_another_one_selects() -> None:
     with pytest.raises(SelectionError, match="'nothing' selects none of 5 cases"):
         selected_ids(["linear", "nothing"], IDS)
+
+
+def test_an_empty_pattern_as_of_a_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(SelectionError, match="'' selects none of 5 cases"):
+        selected_ids([""], IDS)
+    assert not is_selected(SIX, [""])
 
 
 def test_the_nearest_ids_are_found_piece_by_piece() -> None:

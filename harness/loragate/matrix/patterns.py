@@ -4,7 +4,8 @@ A pattern with a wildcard (`*`, `?` or `[`) is a shell pattern for the whole id.
 is split at its dots, and selects the ids that hold its pieces in this order, each within one piece
 of the id: `dense_delta.tokens-6` selects `torch.dense_delta.dtype-bf16.tokens-6`. A number never
 matches a part of a number: neither `tokens-64` nor `tokens-16` is selected by `tokens-6`.
-A full id selects that case alone, also where other ids hold all of its pieces.
+A full id selects that case alone, also where other ids hold all of its pieces. An empty pattern, as
+of a variable of a shell that is not set, selects nothing.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def _chosen(pattern: str, ids: frozenset[str], others: Mapping[str, str]) -> set
 def _matches(name: str, pattern: str) -> bool:
     if any(sign in pattern for sign in WILDCARDS):
         return fnmatchcase(name, pattern)
+    if not pattern:
+        return False
     pieces = iter(name.split("."))
     # `any` takes pieces up to the one that matches, so that the next search goes on behind it
     return all(any(_holds(piece, wanted) for piece in pieces) for wanted in _pieces(pattern))
