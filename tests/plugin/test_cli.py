@@ -65,6 +65,15 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
         (["gate", "--repeats=0"], "must be a number from 1 up (got '0')"),
         (["replay", "x", "--draw=-1"], "must be a number from 0 up (got '-1')"),
         (["replay", "x", f"--draw={'9' * 19}"], "from 0 up, of at most 18 digits (got '9999"),
+        # of a variable of a shell that is not set
+        (["gate", "--report=", "--tier=smke"], "argument --report: must be a path (got '')"),
+        (["plan", "--durations="], "argument --durations: must be a path (got '')"),
+        (["plan", "--matrix="], "argument --matrix: must be a path (got '')"),
+        (["morning", "--report=", "--quarantine=x"], "argument --report: must be a path (got '')"),
+        (["generate", "--folder="], "argument --folder: must be a path (got '')"),
+        (["report", ""], "argument DIR: must be a path (got '')"),
+        (["merge", "x", "--report="], "argument --report: must be a path (got '')"),
+        (["merge", ""], "argument REPORT: must be a path (got '')"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

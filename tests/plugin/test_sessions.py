@@ -234,6 +234,13 @@ def test_a_session_of_cases_of_which_the_tier_has_none_has_judged_nothing(
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.parametrize("option", ["report", "matrix", "durations"])
+def test_a_path_of_a_variable_that_is_not_set_is_a_usage_error(tmp_path, run_session, option):
+    session = run_session(tmp_path / "report", f"--loragate-{option}=", matrix="one_good.yaml")
+    assert session.exit_code == ExitCode.USAGE
+    assert f"argument --loragate-{option}: must be a path (got '')" in session.output
+
+
 def test_an_unknown_subject_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--loragate-subject=torhc", matrix="one_hang.yaml"

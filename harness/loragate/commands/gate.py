@@ -9,6 +9,7 @@ from pathlib import Path
 from loragate.bench.speed.builds import check_against
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.commands.selection_options import add_selection_options, selection_from
+from loragate.core.arguments import path_of
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
@@ -27,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("gate", help="check what this machine can check, and judge")
     add_selection_options(parser)
     parser.add_argument(
-        "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
+        "--report", type=path_of, default=Path("report"), metavar="DIR", help="default: report"
     )
     parser.add_argument(
         "--speed",

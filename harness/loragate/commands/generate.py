@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from loragate.core.arguments import count_from
+from loragate.core.arguments import count_from, path_of
 from loragate.core.errors import CommandError
 from loragate.core.files import read_regular, write_atomically
 from loragate.core.machine import select_interpreter
@@ -26,7 +26,7 @@ _COUNT = 40
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("generate", help="write cases whose sizes follow from a seed")
     parser.add_argument(
-        "--folder", type=Path, required=True, metavar="FOLDER", help="one file a site is written"
+        "--folder", type=path_of, required=True, metavar="FOLDER", help="one file a site is written"
     )
     parser.add_argument(
         "--seed", type=count_from(0), default=0, metavar="N", help="other cases (default: 0)"

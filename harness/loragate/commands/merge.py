@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from loragate.core.arguments import path_of
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
@@ -26,10 +27,10 @@ from loragate.run.run_record import unwritten
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("merge", help="one report out of those of the shards of a run")
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="REPORT", help="the folder of a shard's report"
+        "folders", nargs="+", type=path_of, metavar="REPORT", help="the folder of a shard's report"
     )
     parser.add_argument(
-        "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
+        "--report", type=path_of, default=Path("report"), metavar="DIR", help="default: report"
     )
     parser.set_defaults(run=run)
 

@@ -11,6 +11,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from loragate.commands.history import add_history_option, open_named
+from loragate.core.arguments import path_of
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.files import write_atomically
@@ -43,14 +44,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def add_page_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
-        type=Path,
+        type=path_of,
         default=Path("report"),
         metavar="DIR",
         help=f"folder of {HTML_NAME} and {MARKDOWN_NAME} (default: report)",
     )
     parser.add_argument(
         "--quarantine",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="YAML file of cases that are known to be flaky (default: ci/quarantine.yaml)",
     )

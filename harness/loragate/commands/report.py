@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from loragate.core.arguments import path_of
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
@@ -22,7 +23,7 @@ from loragate.run.run_record import unwritten
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("report", help="write the pages of a run again from its events")
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help=f"the folder of a report, which holds {EVENTS}"
+        "folder", type=path_of, metavar="DIR", help=f"the folder of a report, which holds {EVENTS}"
     )
     parser.set_defaults(run=run)
 

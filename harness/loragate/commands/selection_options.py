@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from loragate.core.arguments import count_from
+from loragate.core.arguments import count_from, path_of
 from loragate.core.checkout import data_root
 from loragate.core.errors import usage_errors
 from loragate.events.durations import durations_of
@@ -73,7 +73,7 @@ def add_shard_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--durations",
-        type=Path,
+        type=path_of,
         metavar="REPORT",
         help="balance shards and workers by what an earlier report took; the same for all shards",
     )
@@ -83,7 +83,7 @@ def add_matrix_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matrix",
         action="append",
-        type=Path,
+        type=path_of,
         metavar="PATH",
         help="YAML file of cases, or a folder of them; repeatable (default: cases/*.yaml)",
     )

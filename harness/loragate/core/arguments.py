@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 # what Python turns into a number at once
 _MOST_DIGITS = 18
+
+
+def path_of(text: str) -> Path:
+    """A type for an argument that is a path. An empty one, as of a variable of a shell that is not
+    set, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"must be a path (got {text!r})")
+    return Path(text)
 
 
 def count_from(lowest: int, highest: int | None = None) -> Callable[[str], int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loragate.core.arguments import count_from
+from loragate.core.arguments import count_from, path_of
 from loragate.core.checkout import data_root
 from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
@@ -107,6 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--loragate-matrix",
         action="append",
+        type=_path,
         metavar="PATH",
         help="YAML file of cases, or a folder of them. Repeatable (default: cases/*.yaml)",
     )
@@ -118,11 +119,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--loragate-durations",
+        type=_path,
         metavar="REPORT",
         help="Balance the shards, and the workers, by what an earlier report took",
     )
     group.addoption(
         "--loragate-report",
+        type=_path,
         metavar="DIR",
         default="report",
         help="Folder of the report (default: report). An earlier report moves to DIR/previous.",
@@ -132,6 +135,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="ID",
         help="Append to the run that the gate has started instead of starting one",
     )
+
+
+def _path(text: str) -> str:
+    # workers are sent options, which cannot be paths
+    return str(path_of(text))
 
 
 @pytest.hookimpl(tryfirst=True)
