@@ -186,3 +186,13 @@ def run_ids() -> list[str]:
     from loragate.matrix.load import load_cases
 
     return [run_id("torch", case) for case in load_cases((MATRIX,))]
+
+
+@pytest.mark.parametrize("field", ["subjects", "cases", "matrix"])
+def test_one_text_where_several_belong_is_refused_instead_of_taken_letter_by_letter(
+    field: str,
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        api.Options(**{field: "torch"})
+    assert str(refused.value) == f"{field}: must be a tuple, as in ('torch',) (got 'torch')"
+    assert any("=torch" in word for word in api.Options(**{field: ["torch"]}).arguments())

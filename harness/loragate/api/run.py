@@ -32,6 +32,7 @@ class Options:
     matrix: files of cases.
     shard: (i, n) for part i of n, from 1; `durations` is the report that balances the parts.
     speed: a revision or folder with another build of lorakernels, to compare its speed with.
+    Raises TypeError for a single text where several belong.
     """
 
     subjects: tuple[str, ...] = ()
@@ -43,6 +44,13 @@ class Options:
     shard: tuple[int, int] | None = None
     durations: str | Path | None = None
     speed: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("subjects", "cases", "matrix"):
+            value = getattr(self, name)
+            # whose letters would be taken for names, or for patterns of all cases
+            if isinstance(value, str | Path):
+                raise TypeError(f"{name}: must be a tuple, as in ({value!r},) (got {value!r})")
 
     def arguments(self) -> tuple[str, ...]:
         """As the command line takes them."""
