@@ -361,7 +361,7 @@ class Tokens(nn.Module):
 def test_folders_that_peft_saves_are_served_as_peft_serves_them(
     tmp_path: Path, copies: bool
 ) -> None:
-    peft = pytest.importorskip("peft", reason="compares with PEFT")
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = Tokens()
     weight = model.embed_tokens.weight.detach().clone()

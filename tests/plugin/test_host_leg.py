@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ RUN = "r"
 GOOD = "def test_a(): pass\ndef test_b(): pass\n"
 NOT_HERE = "import pytest\npytest.importorskip('peft_of_tomorrow')\ndef test_c(): pass\n"
 NOT_MEANT = "import pytest\n@pytest.mark.skip(reason='from Triton 9 on')\ndef test_d(): pass\n"
+TOO_OLD = "import pytest\npytest.importorskip('pluggy', minversion='999')\ndef test_e(): pass\n"
 MISSING = "could not import 'peft_of_tomorrow': No module named 'peft_of_tomorrow'"
 FAILING = """
 import pytest
@@ -165,6 +168,19 @@ def test_every_folder_of_tests_that_run_in_the_interpreter_is_run() -> None:
     )
 
 
+def test_no_host_test_hides_behind_a_reason_of_its_own_that_a_package_is_missing():
+    folders = [ROOT / path for path in SUBJECTS["lorakernels"].host_tests]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    calls = [
+        (file.name, call.lineno)
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip"
+        if any(keyword.arg == "reason" for keyword in call.keywords)
+    ]
+    assert calls == []
+
+
 @pytest.mark.parametrize(
     ("other", "exit_code", "note", "verdicts"),
     [
@@ -173,6 +189,13 @@ def test_every_folder_of_tests_that_run_in_the_interpreter_is_run() -> None:
             NOT_HERE,
             ExitCode.INCOMPLETE,
             f"2 executed, 1 skipped: {MISSING} (1)",
+            {"inconclusive": 1},
+        ),
+        (
+            TOO_OLD,
+            ExitCode.INCOMPLETE,
+            f"2 executed, 1 skipped: module 'pluggy' has __version__ {version('pluggy')!r}, "
+            "required is: '999' (1)",
             {"inconclusive": 1},
         ),
     ],

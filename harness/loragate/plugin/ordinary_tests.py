@@ -14,8 +14,8 @@ from loragate.core.clipped import RECORD_LIMIT, clipped
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import Event, HostTestFinished, RunStarted
 
-# how the reason of pytest.importorskip begins
-_MISSING = "could not import"
+# how the reasons of pytest.importorskip begin, of a package that is missing and of one that is old
+_LACKING = re.compile(r"could not import |module '.*' has __version__ ")
 _UNCALLED = "was set up and never called"
 # how pytest marks the lines of an error, and the line of a file that raised it
 _ERROR_LINE = re.compile(r"^E +(\S.*)$", re.MULTILINE)
@@ -61,12 +61,13 @@ def failures_in_run(
 
 
 def verdict_of(report: Report) -> Verdict:
-    """A test that is skipped for lack of a package was not judged, unlike other skips."""
+    """A test that is skipped for lack of a package, or of a new enough one, was not judged, unlike
+    other skips."""
     if report.failed:
         return Verdict.FAIL
     # an expected failure is reported as skipped
     if report.skipped and not hasattr(report, "wasxfail"):
-        return Verdict.INCONCLUSIVE if skip_reason(report).startswith(_MISSING) else Verdict.SKIP
+        return Verdict.INCONCLUSIVE if _LACKING.match(skip_reason(report)) else Verdict.SKIP
     return Verdict.PASS
 
 
