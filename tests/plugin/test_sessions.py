@@ -147,6 +147,23 @@ def test_a_failure_that_no_oracle_reports_fails_the_report_as_well(
     assert "wrong beside" in failed.message
 
 
+OTHER_PARAMETERS = {
+    "of a mark": "@pytest.mark.parametrize('times', [1, 2])\n",
+    "of a fixture": "@pytest.fixture(params=[1, 2])\ndef times(request): return request.param\n",
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("parameters", OTHER_PARAMETERS.values(), ids=OTHER_PARAMETERS)
+def test_a_test_of_cases_with_other_parameters_is_refused_as_nothing_would_account_for_it(
+    session_beside, parameters, workers
+):
+    text = f"import pytest\n{parameters}def test_own(case_run, judge, times): judge(case_run)\n"
+    session = session_beside(text, workers, MATRICES / "four_good.yaml")
+    assert session.exit_code != ExitCode.OK, session.output
+    assert "test_own: has parameters besides case_run" in session.output
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_ordinary_tests_that_pass_do_not_stand_for_cases_that_the_tier_does_not_have(
     tmp_path, session_beside, workers

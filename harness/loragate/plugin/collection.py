@@ -80,13 +80,21 @@ def _asked_paths(config: pytest.Config) -> list[Path]:
     return [Path(folder, arg.partition("::")[0]).resolve() for arg in config.args]
 
 
+# last: by then all other parameters are known
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if _ARGUMENT in metafunc.fixturenames:
-        try:
-            runs = selected_runs(metafunc.config)
-        except ValueError as error:
-            raise pytest.Collector.CollectError(str(error)) from error
-        metafunc.parametrize(_ARGUMENT, runs.values(), ids=runs.keys())
+    if _ARGUMENT not in metafunc.fixturenames:
+        return
+    if metafunc._calls:
+        # all that the controller knows of a test is its id
+        name = metafunc.function.__name__
+        why = f"has parameters besides {_ARGUMENT}, and the id of a test has to be that of its run"
+        raise pytest.Collector.CollectError(f"{name}: {why}")
+    try:
+        runs = selected_runs(metafunc.config)
+    except ValueError as error:
+        raise pytest.Collector.CollectError(str(error)) from error
+    metafunc.parametrize(_ARGUMENT, runs.values(), ids=runs.keys())
 
 
 def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
