@@ -260,6 +260,21 @@ def test_the_command_writes_all_pages_and_takes_the_logs_along(
     assert main(["merge", str(tmp_path / "none")]) == ExitCode.USAGE
 
 
+def test_a_log_that_cannot_be_copied_costs_a_note_and_no_verdict(
+    shards: Shards, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write(tmp_path / f"shard {i}", e, f"run {i}") for i, e in shards.items()]
+    logs = tmp_path / "shard 3" / "logs"
+    logs.mkdir()
+    (logs / "gone.log").symlink_to("nowhere")
+    (logs / "host.log").write_text("text")
+    out = tmp_path / "out"
+    assert main(["merge", *folders, "--report", str(out)]) == ExitCode.OK
+    assert f"note: {logs / 'gone.log'}: was not copied: [Errno 2]" in capsys.readouterr().out
+    assert (out / "logs" / "3" / "logs" / "host.log").read_text() == "text"
+    assert {"index.html", "junit.xml"} <= {path.name for path in out.iterdir()}
+
+
 def test_the_report_of_a_single_shard_says_that_it_is_one(shards: Shards) -> None:
     summary = summarize(EventLog(tuple(shards[2])))
     assert summary.verdict is Verdict.PASS

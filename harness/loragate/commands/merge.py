@@ -15,7 +15,7 @@ from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
 from loragate.events.log import EventWriter, read_events
-from loragate.events.model import Event
+from loragate.events.model import Event, Note
 from loragate.report.merge import MergeError, ShardReport, merged_events
 from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
@@ -61,6 +61,16 @@ def _read(folders: Sequence[Path], report: Path) -> tuple[ShardReport, ...]:
     )
 
 
+def _copy_logs(logs: Path, target: Path) -> tuple[str, ...]:
+    """What could not be copied, and why."""
+    try:
+        if logs.is_dir():
+            shutil.copytree(logs, target)
+    except shutil.Error as error:
+        return tuple(f"{path}: was not copied: {why}" for path, _, why in error.args[0])
+    return ()
+
+
 def _write(
     events: Sequence[Event],
     name: str,
@@ -74,9 +84,9 @@ def _write(
         with EventWriter(report / EVENTS, run=name) as writer:
             for event in events:
                 writer.write(event)
-        for folder, shard in zip(folders, shards, strict=True):
-            if (folder / LOGS).is_dir():
-                shutil.copytree(folder / LOGS, report / shard.logs / LOGS)
+            for folder, shard in zip(folders, shards, strict=True):
+                for problem in _copy_logs(folder / LOGS, report / shard.logs / LOGS):
+                    writer.write(Note(text=problem))
         summary = write_report(report / EVENTS, report)
     append_step_summary(summary, report, os.environ)
     return summary
