@@ -20,6 +20,7 @@ from loragate.events.model import (
     Event,
     LegFinished,
     LegStarted,
+    RunFinished,
     RunStarted,
     Skipped,
 )
@@ -187,6 +188,24 @@ def test_figures_are_rounded_for_readers() -> None:
         "2e+06x",
         "inf",
     ]
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan")])
+def test_a_duration_that_is_no_number_costs_no_page(
+    plan: Plan, finished: Finished, tmp_path: Path, seconds: float
+) -> None:
+    events = [
+        plan("mine.a"),
+        finished("mine.a", Verdict.INCONCLUSIVE, duration_s=seconds),
+        LegFinished(name="kernels", verdict=Verdict.PASS, exit_code=0, duration_s=seconds),
+        RunFinished(finished_at="2026-11-21T04:15:40+00:00", duration_s=seconds),
+    ]
+    with EventWriter(tmp_path / "events.jsonl", run="r") as writer:
+        for event in events:
+            writer.write(event)
+    summary = write_report(tmp_path / "events.jsonl", tmp_path)
+    assert f"INCONCLUSIVE in {seconds} s: " in render_summary(summary, Colour.OFF)
+    assert f"{seconds} s" in (tmp_path / "index.html").read_text()
 
 
 def test_junit_counts_agree_with_its_elements_and_with_the_summary(example: Summary) -> None:

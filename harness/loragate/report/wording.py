@@ -120,6 +120,8 @@ def place(judgement: Judgement) -> str:
 
 
 def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     if seconds < 0.0995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.95:
