@@ -190,3 +190,13 @@ def test_a_subject_that_cannot_be_used_is_refused_once(run, drill, command):
     code, output = run(command, subject)
     drill(code, output)
     assert output.count(f"subject {subject!r}: {message}") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4])
+def test_a_subject_that_ends_the_process_which_plans_is_reported_in_a_line(run, code):
+    exit_code, output = run("gate", "leaves_at_import:Subject", LEAVES_WITH=str(code))
+    assert exit_code == ExitCode.INFRASTRUCTURE
+    assert output == (
+        "loragate gate: the run cannot be planned on this machine: "
+        f"the process that plans it ended with exit code {code} and no plan\n"
+    )

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loragate.core.child_process import run_module
+from loragate.core.child_process import run_module, signal_name
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventWriter, read_events
@@ -44,14 +44,20 @@ def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "opening.jsonl"
         child = run_module(_MODULE, str(answer), input=pickle.dumps(request))
-        message = child.stderr.decode(errors="replace").strip()
-        if child.returncode in (ExitCode.USAGE.value, ExitCode.INFRASTRUCTURE.value):
-            # the message says all; python itself exits with 1
-            raise PlanningError(message, ExitCode(child.returncode))
-        if child.returncode != 0:
-            text = f"the run cannot be planned on this machine:\n{message}"
-            raise PlanningError(text, ExitCode.INFRASTRUCTURE)
+        if child.returncode != 0 or not answer.exists():
+            raise _problem(child.returncode, child.stderr.decode(errors="replace").strip())
         return read_events(answer).events
+
+
+def _problem(code: int, message: str) -> PlanningError:
+    """Why a child process has made no plan. message: what it said."""
+    if message and code in (ExitCode.USAGE.value, ExitCode.INFRASTRUCTURE.value):
+        # the message says all; python itself exits with 1
+        return PlanningError(message, ExitCode(code))
+    # a subject may end the process without a word, even with 0
+    how = f"died of {signal_name(code)}" if code < 0 else f"ended with exit code {code} and no plan"
+    text = f"the run cannot be planned on this machine: the process that plans it {how}"
+    return PlanningError(f"{text}\n{message}".strip(), ExitCode.INFRASTRUCTURE)
 
 
 def _main(answer: Path) -> int:
