@@ -231,6 +231,33 @@ def test_ctrl_c_leaves_the_case_that_runs_inconclusive_and_the_terminal_names_it
     assert "leg pytest: inconclusive: interrupted" in summary.reasons
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("option", ["-k", "-m"])
+def test_a_wrong_expression_is_a_usage_error_and_touches_no_report(
+    tmp_path, run_session, workers, option
+):
+    arguments = (tmp_path / "report", "-n", workers, option, "a b")
+    session = run_session(*arguments, matrix="one_good.yaml", subject="torch")
+    assert session.exit_code == ExitCode.USAGE, session.output
+    assert f"Wrong expression passed to '{option}': a b" in session.output
+    assert not (tmp_path / "report").exists()
+
+
+BROKEN_HOOK = "def pytest_collection_modifyitems(): raise OSError('disk full')\n"
+
+
+def test_a_collection_that_fails_touches_no_report(tmp_path, subject_environment, run_python):
+    _project(tmp_path, "conftest.py", BROKEN_HOOK)
+    command = [
+        *("-m", "pytest", "cases", "-p", "no:cacheprovider", "--rootdir=."),
+        *(f"--loragate-matrix={MATRICES / 'one_good.yaml'}", "--loragate-subject=torch"),
+    ]
+    done = run_python(*command, cwd=tmp_path, env=subject_environment)
+    assert done.returncode == ExitCode.INFRASTRUCTURE
+    assert "disk full" in done.stdout
+    assert not (tmp_path / "report").exists()
+
+
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--collect-only", "-q", matrix="one_hang.yaml"

@@ -63,7 +63,9 @@ class Accounting:
         # run ids that pytest shows itself
         self._shown: set[str] = set()
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
+    # not when the collection finishes, as it also does where it fails for a mistake of the user
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
         self._expect((item.nodeid, case_run_of(item)) for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)

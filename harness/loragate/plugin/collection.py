@@ -35,6 +35,10 @@ _CASES = pytest.StashKey[tuple[Case, ...]]()
 def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not _asks_for_cases(config):
         return
+    mark = config.pluginmanager.get_plugin("mark")
+    if mark is not None:
+        # UsageError for a wrong -k or -m, which would end workers without a word
+        mark.pytest_collection_modifyitems([], config)
     try:
         for name in selection_of(config).subjects:
             check_subject_name(name)
