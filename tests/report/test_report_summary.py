@@ -315,8 +315,12 @@ def test_the_notes_count_what_could_not_be_read(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     events = (plan("mine.a"), finished("mine.a"), Note(text="hello"), *closing)
-    summary = summarize(EventLog(events, damaged=2))
-    assert summary.notes == ("hello", "2 records torn or damaged were left out")
+    summary = summarize(EventLog(events, damaged=2, foreign=1))
+    assert summary.notes == (
+        "hello",
+        "2 records torn or damaged were left out",
+        "1 record of another run was left out",
+    )
 
 
 def _compiling(plan: Plan, *, count: int) -> RunStarted:

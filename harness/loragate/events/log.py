@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 from loragate.core.json_text import parse_json
+from loragate.core.plural import counted
 from loragate.events.model import (
     SCHEMA,
     CaseFinished,
@@ -74,6 +75,20 @@ class EventLog:
     unknown: int = 0
     damaged: int = 0
     foreign: int = 0
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What a reader should know of the records that are not among the events."""
+        kinds = (
+            (self.unknown, "of a kind that this version does not know"),
+            (self.damaged, "torn or damaged"),
+            (self.foreign, "of another run"),
+        )
+        return tuple(
+            f"{counted(number, f'record {what} was', f'records {what} were')} left out"
+            for number, what in kinds
+            if number
+        )
 
     def with_events(self, events: Iterable[Event]) -> EventLog:
         """The same log with more events at its end."""

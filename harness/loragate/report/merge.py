@@ -209,13 +209,7 @@ def _notes(reports: Sequence[ShardReport], missing: Sequence[int], count: int) -
         shard = f"shard {report.sharding.index}/{count}"
         if not any(isinstance(event, RunFinished) for event in report.log.events):
             yield Note(text=f"{shard} did not come to its end ({report.name})")
-        for number, what in (
-            (report.log.damaged, "torn or damaged"),
-            (report.log.unknown, "of an unknown kind"),
-            (report.log.foreign, "of another run"),
-        ):
-            if number:
-                yield Note(text=f"{shard}: {number} records {what} were left out")
+        yield from (Note(text=f"{shard}: {text}") for text in report.log.left_out)
         if report.plan.tree is Tree.DIRTY and len(reports) > 1:
             yield Note(text=f"{shard} had local changes, which others may not have had")
     for field in ("versions", "machine"):

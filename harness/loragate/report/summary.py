@@ -148,7 +148,7 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         compiles=compiles,
         host_tests=host_tests,
         ledger=ledger,
-        notes=(*_part_of(plan), *_notes(log.events), *_left_out(log)),
+        notes=(*_part_of(plan), *_notes(log.events), *log.left_out),
         plan=plan,
         finished=finished,
     )
@@ -273,13 +273,3 @@ def _part_of(plan: RunStarted | None) -> Iterable[str]:
 
 def _notes(events: Iterable[Event]) -> Iterable[str]:
     return dict.fromkeys(event.text for event in events if isinstance(event, Note))
-
-
-def _left_out(log: EventLog) -> Iterable[str]:
-    for number, what in (
-        (log.unknown, "of a kind that this version does not know"),
-        (log.damaged, "torn or damaged"),
-        (log.foreign, "of another run"),
-    ):
-        if number:
-            yield f"{number} records {what} were left out"

@@ -17,6 +17,7 @@ from loragate.core.child_process import Cause, Ending, Watch, Watched, signal_na
 from loragate.core.errors import CommandError
 from loragate.core.gpus import visible_gpus
 from loragate.core.output import say
+from loragate.core.plural import counted
 from loragate.core.signals import signals_deferred
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import EventTail
@@ -79,7 +80,9 @@ def headline(opening: Iterable[Event]) -> str:
     repeats = f", each run {start.repeats} times" if start.repeats > 1 else ""
     subjects = ", ".join(start.subjects)
     shard = f", shard {start.shard.index}/{start.shard.count}" if start.shard else ""
-    return f"tier {start.tier} {where}: {cases} cases of {subjects}{draws}{repeats}{shard}"
+    return (
+        f"tier {start.tier} {where}: {counted(cases, 'case')} of {subjects}{draws}{repeats}{shard}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
