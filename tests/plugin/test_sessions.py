@@ -258,6 +258,23 @@ def test_a_collection_that_fails_touches_no_report(tmp_path, subject_environment
     assert not (tmp_path / "report").exists()
 
 
+def test_a_session_that_stops_after_failures_says_so_instead_of_that_it_was_interrupted(
+    tmp_path, run_session
+):
+    cases = ("--loragate-cases=*tokens-18", "--loragate-cases=*tokens-16")
+    session = run_session(
+        tmp_path / "report", "-n", "1", "--maxfail=1", *cases, matrix="misbehaving.yaml"
+    )
+    assert session.exit_code == ExitCode.WRONG, session.output
+    summary = summarize(session.log)
+    assert summary.reasons == (
+        "1 case wrong",
+        "leg pytest: fail: stopping after 1 failures",
+        "1 planned case was never started",
+        "misbehaving_subject:Misbehaving/dense_delta: 1 of 2 expected executed",
+    )
+
+
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--collect-only", "-q", matrix="one_hang.yaml"

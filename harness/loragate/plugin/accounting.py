@@ -58,8 +58,9 @@ class Accounting:
         self._ready_nodes: set[str] = set()
         self._early_deaths = 0
         self._without_cases = False
-        # why the session ended itself
-        self._stopped = ""
+        # whether the session ended itself, and why it ended before its tests did
+        self._stopped = False
+        self._interruption = ""
         # run ids that pytest shows itself
         self._shown: set[str] = set()
 
@@ -131,6 +132,10 @@ class Accounting:
         report.longrepr = render_evidence(finished)
         mark_judged(report)
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        # pytest calls it for each early end, as after a number of failures; Ctrl-C gives no reason
+        self._interruption = str(excinfo.value) or INTERRUPTED
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
@@ -147,11 +152,8 @@ class Accounting:
             self._other_failures, self._run.record.read().events, self._config.rootpath
         )
         self._run.record.write(others)
-        interrupted = session.exitstatus == pytest.ExitCode.INTERRUPTED
         exit_code = self._run.finish(
-            self._collected.values(),
-            other_failures=len(others),
-            stopped=(self._stopped or INTERRUPTED) if interrupted else "",
+            self._collected.values(), other_failures=len(others), stopped=self._interruption
         )
         # if all cases passed, failures that pytest has seen elsewhere still count
         if exit_code is not ExitCode.OK:
@@ -182,7 +184,7 @@ class Accounting:
 
     def _stop(self, problem: str) -> NoReturn:
         """End the session for lack of what it needs to judge anything more."""
-        self._stopped = problem
+        self._stopped = True
         self._run.record.note_problem(problem)
         # with 3, which is an internal error to pytest, there would be no summary
         pytest.exit(problem)
