@@ -164,6 +164,19 @@ class Experts:
         return out
 
 
+def check_group_of_one(process: int, processes: int, like: Tensor) -> None:
+    """The last process is the first one of a group of its own."""
+    of_last = dist.new_group([processes - 1])
+    if process != processes - 1:
+        return
+    group, part = GroupCollective(of_last), torch.full((2,), 3.0).to(like)
+    assert (group.rank, group.size) == (0, 1)
+    gathered = torch.empty(1, 2).to(like)
+    group.all_gather(part, gathered)
+    group.all_reduce(part)
+    assert part.tolist() == gathered[0].tolist() == [3, 3]
+
+
 def main(backend: str, rank: int, size: int, store: str) -> None:
     on_gpu = backend == "nccl"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -177,6 +190,7 @@ def main(backend: str, rank: int, size: int, store: str) -> None:
         timeout=timedelta(seconds=120),
     )
     like = torch.empty(0, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
+    check_group_of_one(rank, size, like)
     layers = (
         Layer(QKV, Parallel.COLUMN, like),
         Layer(OUT, Parallel.ROW, like),

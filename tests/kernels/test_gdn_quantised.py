@@ -77,6 +77,7 @@ def test_rows_of_zeros_and_of_the_smallest_values_are_quantised(dtype: torch.dty
     smallest = torch.finfo(dtype).smallest_normal if dtype is torch.float16 else 1e-11
     x = torch.tensor([[0.0, 0.0], [smallest, -smallest], [3.0, 0.0]], dtype=dtype)
     rows = quantise_rows(x)
+    assert rows.values.float().abs().amax(1).tolist() == [0, 448, 448]
     found = rows.values.float() * rows.scales[:, None]
     torch.testing.assert_close(found, x.float(), rtol=0.1, atol=0)
 
@@ -106,7 +107,10 @@ def test_a_product_of_8_bits_is_rounded_once_to_the_dtype_of_its_input(dtype: to
     wanted = exact * rows.scales[:, None].double() * weight.scales.double()
     found = BaseProduct(weight.values, weight.scales)(x)
     assert found.dtype is dtype
-    torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    # of half a step; a sum in fp32 is rounded more than once
+    eps = torch.finfo(dtype).eps
+    rtol = eps if dtype is torch.float32 else 0.501 * eps
+    torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=1e-6)
 
 
 def adapters() -> list[dict[str, LoRAFactors]]:
