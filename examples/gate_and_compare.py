@@ -20,7 +20,10 @@ from loragate import api
 
 def main() -> int:
     arguments = _arguments()
-    new, accepted = arguments.folder / "new", arguments.folder / "accepted"
+    new, accepted, before = (arguments.folder / name for name in ("new", "accepted", "before"))
+    if before.exists() and not accepted.exists():
+        # an earlier run was killed while it accepted a report
+        before.rename(accepted)
     options = api.Options(
         subjects=tuple(arguments.subject),
         tier=arguments.tier,
@@ -36,10 +39,21 @@ def main() -> int:
         return api.ExitCode.WRONG
     print(*report.reasons, sep="\n")
     if report.exit_code is api.ExitCode.OK:
-        shutil.rmtree(accepted, ignore_errors=True)
-        # earlier reports in `previous` stay where they are
-        shutil.copytree(new, accepted, ignore=shutil.ignore_patterns("previous", ".lock"))
+        accept(new, accepted, before)
     return report.exit_code
+
+
+def accept(new: Path, accepted: Path, before: Path) -> None:
+    """Put a report into the place of the accepted one, which is kept until that is done."""
+    copy = accepted.with_name("copy")
+    for left_over in (copy, before):
+        shutil.rmtree(left_over, ignore_errors=True)
+    # earlier reports in `previous` stay where they are
+    shutil.copytree(new, copy, ignore=shutil.ignore_patterns("previous", ".lock"))
+    if accepted.exists():
+        accepted.rename(before)
+    copy.rename(accepted)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def show(difference: api.Difference) -> bool:

@@ -181,6 +181,17 @@ def test_the_example_accepts_a_run_that_passes_and_says_what_became_better(
     assert accepted.run == api.read(tmp_path / "new").run
 
 
+def test_the_example_finds_the_accepted_report_of_a_run_that_was_killed_while_it_accepted(
+    tmp_path: Path, report_of: Callable[..., api.Report]
+) -> None:
+    (name,) = run_ids()
+    report_of("before", [started(name), finished(name, FAIL), END])
+    report_of("copy", [started(name), finished(name), END])
+    done = example(tmp_path)
+    assert f"better: {name}: fail -> pass" in done.stdout, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["accepted", "new"]
+
+
 def run_ids() -> list[str]:
     from loragate.matrix.ids import run_id
     from loragate.matrix.load import load_cases
