@@ -126,6 +126,17 @@ def test_numbers_of_pairs_that_could_be_specialised_on_take_every_way_with_equal
     assert {tokens % 16 == 0 for tokens in sizes} == {False, True}
 
 
+def test_tables_without_base_tiles_take_kernels_that_no_height_of_these_tiles_varies() -> None:
+    def heights(*, with_base: bool) -> set[int]:
+        sizes = {"max_tokens": 4096, "top_k": 2, "num_experts": 4, "max_slots": 2}
+        pairs = PairMetadata(**sizes, device=DEVICE, with_base=with_base)
+        steps = (PairTables.of(pairs.buffers, tokens, pairs.sizes) for tokens in (1, 64, 4096))
+        return {step.base_height for step in steps}
+
+    assert len(heights(with_base=False)) == 1
+    assert len(heights(with_base=True)) > 1
+
+
 @pytest.mark.parametrize(("top_k", "rank"), [(1, 8), (4, 64)])
 def test_a_workspace_holds_the_shrink_output_of_every_batch_up_to_the_largest(
     top_k: int, rank: int
