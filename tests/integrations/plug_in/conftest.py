@@ -296,7 +296,8 @@ class StandInMixin:
         )
 
 
-EXPERTS, TOP_K, HIDDEN, INTER = 4, 2, 24, 16
+# different from each other and from RANK
+EXPERTS, TOP_K, HIDDEN, INTER = 5, 2, 24, 16
 # what the outputs hold before a delta is added or written
 HELD = 3.0
 

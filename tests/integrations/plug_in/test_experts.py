@@ -301,7 +301,7 @@ def test_a_layer_may_route_to_another_number_of_experts_than_it_said(
     plain.step(MIXED)
     experts.apply(MIXED)
     experts.apply(MIXED)
-    assert set(plain.wrapper._experts) == {(2, 4), (top_k, 4)}
+    assert set(plain.wrapper._experts) == {(2, 5), (top_k, 5)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -345,8 +345,8 @@ def test_tables_are_not_made_while_a_graph_is_captured(
     routes = experts.routes
     experts.routes = lambda rows: routes(rows, top_k=3)  # type: ignore[method-assign]
     message = (
-        r"topk_ids and lora_a_stacked must be of top 2 of 4 experts while a CUDA graph is "
-        r"captured \(got top 3 of 4 experts\)"
+        r"topk_ids and lora_a_stacked must be of top 2 of 5 experts while a CUDA graph is "
+        r"captured \(got top 3 of 5 experts\)"
     )
     # a refusal that left tables behind would refuse once
     for _ in range(2):
@@ -359,8 +359,8 @@ def test_w2_of_other_sizes_than_w13_is_refused(plain: Any, make_experts: Any, mi
     plain.step((0,))
     a, b = layer.w2_lora_a_stacked, layer.w2_lora_b_stacked
     message = (
-        r"topk_weights and lora_a_stacked must be of top 2 of 4 experts, as w13 was "
-        r"\(got top 3 of 4 experts\)"
+        r"topk_weights and lora_a_stacked must be of top 2 of 5 experts, as w13 was "
+        r"\(got top 3 of 5 experts\)"
     )
     with pytest.raises(ValueError, match=message):
         plain.wrapper.add_lora_w2(
@@ -371,10 +371,10 @@ def test_w2_of_other_sizes_than_w13_is_refused(plain: Any, make_experts: Any, mi
 
 def test_w2_of_a_server_without_experts_is_refused(plain: Any) -> None:
     plain.step((0,))
-    a, b = (torch.zeros(3, 4, 4, 16),), (torch.zeros(3, 4, 24, 4),)
+    a, b = (torch.zeros(3, 5, 4, 16),), (torch.zeros(3, 5, 24, 4),)
     message = (
         r"topk_weights and lora_a_stacked must be of an adopted layer, as w13 was "
-        r"\(got top 3 of 4 experts\)"
+        r"\(got top 3 of 5 experts\)"
     )
     with pytest.raises(ValueError, match=message):
         plain.wrapper.add_lora_w2(
