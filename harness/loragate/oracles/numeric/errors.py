@@ -77,16 +77,16 @@ def row_errors(
     not finite in the golden output count as no error: their positions are checked before. `bases`:
     the output of the base layer alone in the dtype, where the case has one that is not cut, in each
     of the ways that a subject may compute it."""
-    slices, finite = _Slices(list(case.out_slices)), right.out.isfinite()
-    delta = torch.where(finite, right.delta, 0.0)
-    wrong, plain = (torch.where(finite, v.double() - right.out, 0.0) for v in (subject, eager))
-    shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
+    slices = _Slices(list(case.out_slices), right.out.isfinite())
+    delta = slices.finite(right.delta)
+    wrong, plain = (slices.finite(values.double() - right.out) for values in (subject, eager))
+    shrunk = slices.finite(right.terms_sq) * _shrunk_variance(case, eager.dtype)
     jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
-    drift = _accumulation(case) * slices.sums(_accumulated(case, right, finite))
-    rounded = torch.where(finite, right.out.to(eager.dtype).double() - right.out, 0.0)
+    drift = _accumulation(case) * slices.sums(slices.finite(_accumulated(case, right)))
+    rounded = slices.finite(right.out.to(eager.dtype).double() - right.out)
     # few ranks times few digits of B make sums whose roundings are alike, and far from average
     floor = slices.sums(rounded.square())
-    missed = _missed(right, bases, finite)
+    missed = _missed(right, bases, slices)
     bound_sq, bound_max = _bounds(case, right, eager.dtype, missed, slices)
     noise = _noise(case, right, eager.dtype, missed, slices)
     return RowErrors(
@@ -115,9 +115,15 @@ def row_errors(
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """Reductions of [rows, out_features] to [rows, slices], over the columns of each slice."""
+    """Reductions of [rows, out_features] to [rows, slices], over the columns of each slice.
+    `is_finite`: which elements of the golden output are."""
 
     widths: list[int]
+    is_finite: Tensor
+
+    def finite(self, values: Tensor) -> Tensor:
+        """Zero where the golden output is not finite."""
+        return torch.where(self.is_finite, values, 0.0)
 
     def sums(self, values: Tensor) -> Tensor:
         return self._stacked(part.sum(1) for part in torch.split(values, self.widths, 1))
@@ -144,20 +150,20 @@ class _Noise:
     of_base_sq: Tensor
 
 
-def _missed(right: Golden, bases: Sequence[Tensor], finite: Tensor) -> Tensor | None:
+def _missed(right: Golden, bases: Sequence[Tensor], slices: _Slices) -> Tensor | None:
     """The largest error of each element of the base output, of all ways that compute it. cuBLAS
     splits K and may add up the parts in 16 bits."""
     if not bases:
         return None
     missed = reduce(torch.maximum, ((base.double() - right.base).abs() for base in bases))
-    return torch.where(finite, missed, 0.0)
+    return slices.finite(missed)
 
 
 def _bounds(
     case: Case, right: Golden, dtype: torch.dtype, missed: Tensor | None, slices: _Slices
 ) -> tuple[Tensor, Tensor]:
     """What rounding may cost at worst, squared and added up, and of one element."""
-    bound = torch.where(right.out.isfinite(), _rounding_bound(case, right, dtype), 0.0)
+    bound = slices.finite(_rounding_bound(case, right, dtype))
     bound_sq, bound_max = slices.sums(bound.square()), slices.tops(bound)
     if missed is None:
         return bound_sq, bound_max
@@ -173,10 +179,7 @@ def _bounds(
 def _noise(
     case: Case, right: Golden, dtype: torch.dtype, missed: Tensor | None, slices: _Slices
 ) -> _Noise:
-    finite = right.out.isfinite()
-    of_output, of_base, of_delta = (
-        torch.where(finite, part, 0.0) for part in _rounding_noise(case, right, dtype)
-    )
+    of_output, of_base, of_delta = map(slices.finite, _rounding_noise(case, right, dtype))
     base_sq = slices.sums(of_base)
     if missed is not None:
         base_sq = base_sq.maximum(slices.sums(missed.square()))
@@ -234,14 +237,14 @@ def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tens
     return shards * noise, shards * half_ulp(right.base, dtype).square() / 3, of_delta
 
 
-def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
+def _accumulated(case: Case, right: Golden) -> Tensor:
     """The squares of what the site itself sums up: dense_delta is given its base, and an embedding
     looks it up."""
     has_base = case.site not in IN_PLACE_SITES | {Site.EMBEDDING}
     size = (right.out if has_base else right.delta).square()
     if right.addends_sq is not None:
         size = size.maximum(right.addends_sq)
-    return torch.where(finite, size, 0.0)
+    return size
 
 
 def _accumulation(case: Case) -> float:

@@ -71,11 +71,7 @@ def _golden_layer(
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
         y = layer.second(pool.down, first.act, columns)
         out += layer.weighted_sum(y)
-        noise += layer.weighted_sum(layer.rounded(y), squares=True)
-        if rounds_all:
-            of_base = layer.second(None, first.act, columns)
-            apart = layer.rounded(of_base) + layer.rounded(y - of_base)
-            noise += layer.weighted_sum(apart, squares=True)
+        noise += layer.weighted_sum(layer.outputs_rounded(first, y, columns), squares=True)
         if layer.is_quantised:
             jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
         if case.tp * case.ep > 1:

@@ -159,10 +159,18 @@ class Layer:
         return total + self.shrunk_rounded(pool.down, first.act, self.act_rows)
 
     def shrunk_rounded(self, pool: Pool, x: Tensor, rows: OutRows) -> Tensor:
-        """Variance of the deltas for shrink outputs that are rounded, and for B, whose roundings
-        cost as much."""
+        """Variance of the deltas for shrink outputs that are rounded."""
         variance = deltas(pool, x, rows, self.dtype, squares=True, smallest=self.smallest)
+        # roundings of B cost as much
         return variance * 2 if self.rounds_all else variance
+
+    def outputs_rounded(self, first: First, y: Tensor, columns: slice) -> Tensor:
+        """Variance of rounding `y`, the outputs of pairs over some columns of act."""
+        variance = self.rounded(y)
+        if not self.rounds_all:
+            return variance
+        of_base = self.second(None, first.act, columns)
+        return variance + self.rounded(of_base) + self.rounded(y - of_base)
 
     def rounded(self, values: Tensor) -> Tensor:
         """Variance of rounding each of `values`; that of the smallest numbers does not follow their
