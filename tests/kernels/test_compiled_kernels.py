@@ -31,8 +31,9 @@ DEADLINE_S = 500
 )
 def test_compiled_kernels_pass_the_tests_of(file: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # a conftest would turn the interpreter on
-    options = ["--noconftest", "--quiet", "-p", "no:cacheprovider"]
+    # a conftest would turn the interpreter on; the profile has no deadline for an example, which
+    # compiles kernels on a machine that is busy
+    options = ["--noconftest", "--quiet", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(TESTS / file)],
         env=environment,

@@ -16,14 +16,11 @@ from random import Random
 import torch
 
 from loragate.engine.batch import Asked
-from loragate.engine.judge import MOST_NOISE
+from loragate.engine.judge import CLEAR, MOST_NOISE
 from loragate.engine.language import PLACES, Language
 from loragate.engine.reference import Reference
 from loragate.engine.requests import Request
 
-# of what the judge takes for noise at most: an engine rounds in other places than the reference in
-# its dtype, which came as far as 1.9 times that in bf16
-_LEAD = 3
 # of a few tokens that repeat each other, hardly any depends on the others
 _LEAST_DISTINCT = 4
 # so many tokens before the last one are drawn anew: prompts have all others in common
@@ -43,7 +40,7 @@ class ClearPrompts:
     ) -> None:
         self._model, self._adapters = model, adapters
         self._language, self._random = language, random
-        self._least = _LEAD * MOST_NOISE[dtype]
+        self._least = CLEAR * MOST_NOISE[dtype]
         self._references: dict[str | None, Reference] = {}
 
     def made(self, asked: Asked, others: Sequence[str] = ()) -> Asked:

@@ -15,7 +15,7 @@ import torch
 
 from loragate.engine.bisection import Deviation, Trace, first_deviation
 from loragate.engine.layers.layout import LOUDNESS
-from loragate.engine.logprobs import logprob_change, logprob_noise, wrong_logprobs
+from loragate.engine.logprobs import log_odds_noise, squared_changes, wrong_logprobs
 from loragate.engine.reference import Judged, Reference
 from loragate.engine.report import BASE, DRAFT, Defect, Report
 from loragate.engine.requests import Completion, Request
@@ -31,6 +31,9 @@ MOST_NOISE = {
     torch.float16: 2 * LOUDNESS * 2.0**-11,
     torch.float32: 0.01,
 }
+# a logit that leads all others by so many times that is not overtaken: an engine rounds in other
+# places than the reference in its dtype, which came as far as twice that in bf16
+CLEAR = 3
 # of modules: one with a merged adapter rounds once, elsewhere its product, the delta and their sum
 # are rounded, and norms and gates enlarge that. Right adapters reached 4.2 (PEFT in bf16, hybrid)
 _ALLOWANCE_OF_MODULES = 8
@@ -79,15 +82,14 @@ class Judge:
             for request, completion in zip(requests, completions, strict=True)
         ]
         measured = [self._noise(*one) for one in zip(requests, completions, strict=True)]
-        most = max(margin for margin, _ in measured)
-        noise = min(most, MOST_NOISE[self._dtype])
+        most, limit = max(margin for margin, _ in measured), MOST_NOISE[self._dtype]
+        noise = min(most, limit)
         wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
         verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
-        of_logprobs = logprob_noise(change for _, change in measured)
+        squares = [square for _, of_request in measured for square in of_request]
+        of_odds = log_odds_noise(squares, CLEAR * limit)
         unlike = (
-            wrong_logprobs(
-                number, *one, of_logprobs, names=self._adapters, reference=self._reference
-            )
+            wrong_logprobs(number, *one, of_odds, names=self._adapters, reference=self._reference)
             for number, one in enumerate(zip(requests, completions, judged, strict=True))
             if not wrong[number]
         )
@@ -103,13 +105,13 @@ class Judge:
             ),
             requests=len(requests),
             matches=sum(map(_is_own_text, requests, judged)),
-            logprob_noise=of_logprobs,
+            log_odds_noise=of_odds,
             wrong_logprobs=tuple(filter(None, unlike)),
         )
 
-    def _noise(self, request: Request, completion: Completion) -> tuple[float, float]:
+    def _noise(self, request: Request, completion: Completion) -> tuple[float, list[float]]:
         """How far an engine's arithmetic may move one logit against another on these tokens, and
-        how far the dtype moves their log-probabilities."""
+        the squares of what the dtype changes their log-odds by."""
         answer = self._tokens(completion)
         exact, low = (
             reference.logits([*request.prompt, *answer])[len(request.prompt) - 1 :]
@@ -121,7 +123,7 @@ class Judge:
         top = exact.topk(2, dim=-1).indices
         margins = [logits.gather(-1, top).diff(dim=-1) for logits in (exact, low)]
         margin = _ALLOWANCE * float((margins[0] - margins[1]).abs().max())
-        return margin, logprob_change(exact, low, answer)
+        return margin, squared_changes(exact, low, answer)
 
     def bisect(self, request: Request, completion: Completion, trace: Trace) -> Deviation | None:
         """The first module of the engine, as `trace` shows it, that leaves the bound; None if none

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from loragate.engine.reference import Judged, Reference
+from loragate.engine.reference import Judged, Reference, log_odds
 from loragate.engine.report import WrongLogprobs
 from loragate.engine.requests import Completion, Request
 
-# the largest of a few dozen differences is one of chance: right engines reached twice what was
-# measured, in each dtype (transformers with PEFT)
+# of the root mean square of what the dtype changes: right engines, which round in other places,
+# came as far as 5.0 times that (transformers with PEFT, bf16)
 _ALLOWANCE = 8
-# at least: of two fp32 numbers of up to a hundred, whose difference it is; at most: a factor of e
-_LEAST_NOISE, _MOST_NOISE = 1e-3, 1.0
+# of a log-probability, besides: two fp32 numbers of up to a hundred, whose difference it is
+_LEAST_NOISE = 1e-3
 
 
-def logprob_change(exact: Tensor, low: Tensor, tokens: Sequence[int]) -> float:
-    """How far the dtype moves the log-probabilities of `tokens`. Logits [at least tokens,
-    vocabulary] in fp64, and in the dtype of an engine."""
-    said = torch.tensor(list(tokens), dtype=torch.int64)[:, None]
-    if not len(said):
-        return 0.0
-    own, other = (logits[: len(said)].log_softmax(-1).gather(-1, said) for logits in (exact, low))
-    return float((own - other).abs().max())
+def squared_changes(exact: Tensor, low: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Of the log-odds of `tokens`, by the dtype. Logits [at least tokens, vocabulary] in fp64, and
+    in the dtype of an engine."""
+    said = torch.tensor(list(tokens), dtype=torch.int64)
+    own, other = (log_odds(logits[: len(said)], said) for logits in (exact, low))
+    squares: list[float] = (own - other).square().tolist()
+    return squares
 
 
-def logprob_noise(changes: Iterable[float]) -> float:
-    """How far a right engine may be from fp64, by what was measured on its answers."""
-    return min(max(_LEAST_NOISE, _ALLOWANCE * max(changes)), _MOST_NOISE)
+def log_odds_noise(squares: Sequence[float], most: float) -> float:
+    """How far the log-odds of a right engine may be from those in fp64, by what was measured on
+    all of its tokens, and `most` whatever was measured."""
+    mean = sum(squares) / len(squares) if squares else 0.0
+    return min(_ALLOWANCE * math.sqrt(mean), most)
+
+
+def _is_right(given: float, odds: float, noise: float) -> bool:
+    """Whether a log-probability is one of log-odds within `noise` of these. NaN is none."""
+    low, high = (_log_sigmoid(odds + shift) for shift in (-noise, noise))
+    return low - _LEAST_NOISE <= given <= high + _LEAST_NOISE
+
+
+def _log_sigmoid(odds: float) -> float:
+    return min(odds, 0.0) - math.log1p(math.exp(-abs(odds)))
 
 
 def _error(given: float, wanted: float) -> float:
@@ -49,19 +60,19 @@ def wrong_logprobs(
     names: Collection[str],
     reference: Callable[[str], Reference],
 ) -> WrongLogprobs | None:
-    """Of a request whose tokens are right, as `judged` has them; `reference` of each of `names`.
-    None if nothing is wrong, or no probabilities were given."""
+    """Of a request whose tokens are right, as `judged` has them; `reference` of each of `names`;
+    `noise` of log-odds. None if nothing is wrong, or no probabilities were given."""
     given = completion.logprobs
     if given is None:
         return None
-    errors = [_error(mine, token.logprob) for mine, token in zip(given, judged, strict=True)]
-    wrong = [place for place, error in enumerate(errors) if error > noise]
+    pairs = list(zip(given, judged, strict=True))
+    wrong = [n for n, (mine, own) in enumerate(pairs) if not _is_right(mine, own.log_odds, noise)]
     if not wrong:
         return None
 
     def gives_them(name: str) -> bool:
         own = reference(name).judge(request.prompt, completion.tokens)
-        return all(abs(own[place].logprob - given[place]) <= noise for place in wrong)
+        return all(_is_right(given[place], own[place].log_odds, noise) for place in wrong)
 
     return WrongLogprobs(
         request=number,
@@ -70,6 +81,6 @@ def wrong_logprobs(
         given=given[wrong[0]],
         wanted=judged[wrong[0]].logprob,
         wrong_tokens=len(wrong),
-        worst=max(errors),
+        worst=max(_error(given[place], judged[place].logprob) for place in wrong),
         said_by=tuple(name for name in names if gives_them(name)),
     )

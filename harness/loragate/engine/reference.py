@@ -29,7 +29,7 @@ class Judged:
     """A token of a request, as the reference sees it.
 
     best: its own token at this place. gap: the logit of `best` minus that of the token.
-    margin: the logit of `best` minus the next one. logprob: of the token.
+    margin: the logit of `best` minus the next one. logprob, log_odds: of the token.
     """
 
     token: int
@@ -37,6 +37,7 @@ class Judged:
     gap: float
     margin: float
     logprob: float
+    log_odds: float
 
 
 class Reference:
@@ -71,14 +72,16 @@ class Reference:
         known = list(takewhile(lambda token: 0 <= token < size, answer))
         logits = self.logits([*prompt, *known])[len(prompt) - 1 :]
         top = logits.topk(2, dim=-1)
-        chosen = logits[:-1].gather(-1, torch.tensor(known, dtype=torch.int64)[:, None])[:, 0]
+        tokens = torch.tensor(known, dtype=torch.int64)
+        chosen = logits[:-1].gather(-1, tokens[:, None])[:, 0]
         best = top.indices[:, 0].tolist()
         margins = (top.values[:, 0] - top.values[:, 1]).tolist()
         gaps = (top.values[:-1, 0] - chosen).tolist()
         logprobs = (chosen - logits[:-1].logsumexp(-1)).tolist()
-        found = list(map(Judged, known, best[:-1], gaps, margins[:-1], logprobs))
+        odds = log_odds(logits[:-1], tokens).tolist()
+        found = list(map(Judged, known, best[:-1], gaps, margins[:-1], logprobs, odds))
         return found + [
-            Judged(token, best[-1], math.inf, margins[-1], -math.inf)
+            Judged(token, best[-1], math.inf, margins[-1], -math.inf, -math.inf)
             for token in answer[len(known) :]
         ]
 
@@ -117,6 +120,14 @@ class Reference:
         with torch.no_grad(), _one_thread():
             result: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
         return result.double()
+
+
+def log_odds(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[n]: log(p / (1 - p)) of one token each; logits [n, vocabulary], tokens [n]. What arithmetic
+    changes of logits it changes of these, whereas a probability near 1 hardly moves."""
+    places = tokens[:, None]
+    others = logits.scatter(-1, places, -math.inf).logsumexp(-1)
+    return logits.gather(-1, places)[:, 0] - others
 
 
 @contextmanager

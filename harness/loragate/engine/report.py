@@ -76,7 +76,7 @@ class Report:
     """Of `tokens` of `requests`. noise: the largest difference of two logits that is a near tie;
     measured: what it would be without a limit. matches: requests whose text is the one that the
     reference generates itself. wrong_logprobs: of requests without a defect of their tokens, by
-    more than `logprob_noise`."""
+    more than `log_odds_noise`."""
 
     tokens: int
     near_ties: int
@@ -85,7 +85,7 @@ class Report:
     defects: tuple[Defect, ...]
     requests: int
     matches: int
-    logprob_noise: float = 0.0
+    log_odds_noise: float = 0.0
     wrong_logprobs: tuple[WrongLogprobs, ...] = ()
 
     @property

@@ -29,7 +29,7 @@ def _judged(evidence: Evidence) -> Judgement:
     name, report = OracleName.TOKENS, evidence.report
     metrics = {
         "tokens": float(report.tokens),
-        "logprob_noise": report.logprob_noise,
+        "log_odds_noise": report.log_odds_noise,
         "near_ties": float(report.near_ties),
         "noise": report.noise,
         "equal_texts": float(report.matches),
@@ -70,7 +70,7 @@ def _errors(evidence: Evidence) -> dict[str, float]:
         return {
             "wrong_logprobs": float(len(wrong)),
             "logprob_error": max(one.worst for one in wrong),
-            "logprob_noise": report.logprob_noise,
+            "log_odds_noise": report.log_odds_noise,
         }
     metrics, gaps = {"defects": float(len(report.defects))}, [one.gap for one in report.defects]
     if _has_all_tokens(evidence) and None not in gaps:

@@ -1,0 +1,72 @@
+"""What a case asks for must have happened, where its requests make sure that it can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loragate.core.verdict import Failure, Verdict
+from loragate.engine.evidence import Answers, Evidence
+from loragate.engine.report import Report
+from loragate.engine.requests import Completion, EngineCounts
+from loragate.engine.world import World, build_world
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.engine_case import Graphs, Speculation, Weights
+from loragate.oracles.engine.liveness import _judged
+
+COUNTED = EngineCounts(
+    drafts_accepted=3, drafts_rejected=2, graphs_replayed=4, kernels_launched=5, kernels_captured=6
+)
+CASE = Case(
+    site=Site.ENGINE,
+    rank=8,
+    slots=2,
+    dtype=Dtype.FP32,
+    graphs=Graphs.FULL_DECODE,
+    speculation=Speculation.NGRAM,
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(CASE, 5, tmp_path_factory.mktemp("world"))
+
+
+def evidence(world: World, counts: EngineCounts) -> Evidence:
+    said = Completion((1,))
+    answers = Answers((said,), (said,), said, exchange=None, counts=counts)
+    report = Report(1, 0, noise=0.1, measured=0.1, defects=(), requests=1, matches=1)
+    return Evidence(world, answers, report)
+
+
+@pytest.mark.parametrize(
+    "count", ["drafts_accepted", "drafts_rejected", "graphs_replayed", "kernels_launched"]
+)
+def test_each_count_that_the_case_asks_for_must_be_above_0(world: World, count: str) -> None:
+    assert _judged(CASE, evidence(world, COUNTED)).verdict is Verdict.PASS
+    # no graph either, of which captured kernels would be launched
+    changes = {count: 0} if count != "kernels_launched" else {count: 0, "kernels_captured": 0}
+    found = _judged(CASE, evidence(world, replace(COUNTED, **changes)))
+    assert (found.verdict, found.failure) == (Verdict.FAIL, Failure.IDLE)
+    assert count.replace("_", " ") in found.message
+
+
+@pytest.mark.parametrize(
+    ("graphs", "speculation", "weights", "verdict"),
+    [
+        # n-grams may find as many drafts for all requests of a step in no step
+        (Graphs.FULL_DECODE, Speculation.NGRAM, Weights.RANDOM, Verdict.PASS),
+        (Graphs.FULL_DECODE, Speculation.NGRAM, Weights.LANGUAGE, Verdict.FAIL),
+        (Graphs.FULL, Speculation.NGRAM, Weights.RANDOM, Verdict.FAIL),
+        (Graphs.FULL_DECODE, Speculation.DRAFT_MODEL, Weights.RANDOM, Verdict.FAIL),
+        (Graphs.FULL_DECODE, Speculation.NONE, Weights.RANDOM, Verdict.FAIL),
+    ],
+)
+def test_graphs_of_decode_steps_are_not_asked_for_where_drafts_come_by_chance(
+    world: World, graphs: Graphs, speculation: Speculation, weights: Weights, verdict: Verdict
+) -> None:
+    case = replace(CASE, graphs=graphs, speculation=speculation, weights=weights)
+    found = _judged(case, evidence(world, replace(COUNTED, graphs_replayed=0)))
+    assert found.verdict is verdict
+    assert ("graphs replayed" in found.metrics) is (verdict is Verdict.FAIL)
