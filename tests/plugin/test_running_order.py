@@ -24,6 +24,10 @@ def run_of(tokens: int, draw: int = 0) -> CaseRun:
     return CaseRun("mine", case, draw)
 
 
+def single(items: range) -> list[list[int]]:
+    return [[item] for item in items]
+
+
 def pieces(items: list[int], workers: int) -> list[list[int]]:
     """What xdist sends to each worker."""
     left, found = list(items), []
@@ -38,7 +42,7 @@ def pieces(items: list[int], workers: int) -> list[list[int]]:
 @pytest.mark.parametrize("number", [7, 32, 101, 661])
 def test_each_gpu_gets_the_same_mixture_of_long_and_short_items(gpus: int, number: int) -> None:
     workers = gpus * 3
-    ordered = spread_over_gpus(range(number), Workers(workers, gpus))
+    ordered = spread_over_gpus(single(range(number)), Workers(workers, gpus))
     assert sorted(ordered) == list(range(number))
     sent = pieces(ordered, workers)
     of_gpus = [sorted(i for piece in sent[gpu::gpus] for i in piece) for gpu in range(gpus)]
@@ -53,7 +57,7 @@ def test_each_gpu_gets_the_same_mixture_of_long_and_short_items(gpus: int, numbe
 
 
 def test_on_one_gpu_the_list_is_longest_first() -> None:
-    assert spread_over_gpus(range(9), Workers(4, 1)) == list(range(9))
+    assert spread_over_gpus(single(range(9)), Workers(4, 1)) == list(range(9))
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -69,7 +73,9 @@ def test_what_is_dealt_begins_on_all_workers_alike_and_what_is_last_ends_the_lis
 ) -> None:
     items = range(dealt, dealt + number)
     last = range(dealt + number, dealt + number + alone)
-    ordered = spread_over_gpus(items, Workers(4, gpus), dealt=range(dealt), last=last)
+    ordered = spread_over_gpus(
+        single(items), Workers(4, gpus), dealt=single(range(dealt)), last=single(last)
+    )
     assert sorted(ordered) == list(range(dealt + number + alone))
     assert ordered[len(ordered) - alone :] == list(last)
     shares = [[item < dealt for item in piece] for piece in pieces(ordered, 4)]
@@ -78,9 +84,9 @@ def test_what_is_dealt_begins_on_all_workers_alike_and_what_is_last_ends_the_lis
     assert max(counts) - min(counts) <= 1
 
 
-def compiling_run_of(site: Site, slots: int) -> CaseRun:
+def compiling_run_of(site: Site, slots: int, draw: int = 0) -> CaseRun:
     """A case that takes long, though it has no more than one row."""
-    return CaseRun("mine", Case(site=site, rank=8, slots=slots, dtype=Dtype.FP32), 0)
+    return CaseRun("mine", Case(site=site, rank=8, slots=slots, dtype=Dtype.FP32), draw)
 
 
 def test_engines_and_then_whole_moe_layers_are_dealt_to_the_workers() -> None:
@@ -90,6 +96,43 @@ def test_engines_and_then_whole_moe_layers_are_dealt_to_the_workers() -> None:
     ordered = running_order(runs, durations={}, workers=Workers(2, 1))
     others = [Site.DENSE_DELTA] * 3
     assert [run.case.site for run in ordered] == [Site.ENGINE, Site.MOE_LAYER, *others] * 2
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_draws_of_an_engine_begin_on_all_workers_and_those_of_other_cases_stay_together(
+    gpus: int,
+) -> None:
+    engines = [compiling_run_of(Site.ENGINE, slots, draw) for slots in (2, 3) for draw in range(20)]
+    layers = [
+        compiling_run_of(Site.MOE_LAYER, slots, draw) for slots in range(2, 9) for draw in range(20)
+    ]
+    others = [run_of(tokens, draw) for tokens in range(1, 40) for draw in range(20)]
+    ordered = running_order([*others, *layers, *engines], durations={}, workers=Workers(8, gpus))
+    assert sorted(run.id for run in ordered) == sorted(
+        run.id for run in [*others, *layers, *engines]
+    )
+    sent = [[ordered[n] for n in piece] for piece in pieces(list(range(len(ordered))), 8)]
+    assert [[run.case.site is Site.ENGINE for run in piece[:6]] for piece in sent] == [
+        [True] * 5 + [False]
+    ] * 8
+    # a case is on one worker, or on two where one of them has no more runs to do
+    cases = {run.run_id for run in [*others, *layers]}
+    parts = [sum(any(run.run_id == case for run in piece) for piece in sent) for case in cases]
+    assert max(parts) <= 2
+    assert parts.count(2) <= 8
+
+
+@pytest.mark.parametrize("draws", [1, 3, 20])
+@pytest.mark.parametrize("cases", [0, 1, 5])
+def test_every_draw_runs_whatever_the_sizes_of_the_shares(cases: int, draws: int) -> None:
+    layers = [
+        compiling_run_of(Site.MOE_LAYER, slots, draw)
+        for slots in (2, 3, 4)
+        for draw in range(draws)
+    ]
+    others = [run_of(tokens, draw) for tokens in range(cases) for draw in range(draws)]
+    ordered = running_order([*layers, *others], durations={}, workers=Workers(4, 2))
+    assert sorted(run.id for run in ordered) == sorted(run.id for run in [*layers, *others])
 
 
 def test_the_order_is_by_size_or_by_recorded_seconds_with_new_cases_first() -> None:

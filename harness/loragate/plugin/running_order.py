@@ -8,7 +8,9 @@ wait there for the memory that large cases share, while that of the other GPUs i
 Engines and whole MoE layers compile most, whatever their size: on an H200 a case of such a layer
 takes three times as long as one of another site. Each worker begins with some of them. One worker
 with all of them would end minutes after the others, and one of them that was the last case of a
-worker would keep all others waiting.
+worker would keep all others waiting. An engine is a process of its own, whose start takes longest;
+its draws have nothing in common, so they are dealt one by one: with 20 draws of each case four H200
+were idle for 5 of 25 minutes, but for the later draws of the engines of a few workers.
 
 A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It
 costs the worker, which is replaced while the others are at work. Where workers are too
@@ -70,7 +72,8 @@ def running_order(
     alone: Callable[[CaseRun], bool] = lambda run: False,
 ) -> list[CaseRun]:
     """Longest first by the recorded seconds of the cases, by their size where none are recorded,
-    and first or last those that run `alone`. The draws and repeats of a case stay together."""
+    and first or last those that run `alone`. The draws and repeats of a case stay together, but for
+    those of engines."""
 
     def size(run: CaseRun) -> tuple[int, int]:
         return _compiles(run.case.site), run.case.tokens * run.case.top_k
@@ -87,35 +90,45 @@ def running_order(
     lone = [case for case in cases if alone(case[0])]
     begin = may_begin([run for case in lone for run in case], workers)
     beside = [case for case in cases if not alone(case[0])]
-    compiling = [case for case in beside if _compiles(case[0].case.site)]
+    compiling = [part for case in beside if _compiles(case[0].case.site) for part in _dealt(case)]
     others = [case for case in beside if not _compiles(case[0].case.site)]
     dealt = [*lone, *compiling] if begin else compiling
-    spread = spread_over_gpus(others, workers, dealt=dealt, last=[] if begin else lone)
-    return [run for case in spread for run in case]
+    return spread_over_gpus(others, workers, dealt=dealt, last=[] if begin else lone)
+
+
+def _dealt(case: Sequence[CaseRun]) -> Sequence[Sequence[CaseRun]]:
+    """The runs of a case, in parts of which each stays on one worker."""
+    return [[run] for run in case] if case[0].case.site is Site.ENGINE else [case]
 
 
 def spread_over_gpus(
-    longest_first: Sequence[_Item],
+    longest_first: Sequence[Sequence[_Item]],
     workers: Workers,
     *,
-    dealt: Sequence[_Item] = (),
-    last: Sequence[_Item] = (),
+    dealt: Sequence[Sequence[_Item]] = (),
+    last: Sequence[Sequence[_Item]] = (),
 ) -> list[_Item]:
-    """A list whose pieces, one a worker, give each GPU every n-th item. Each piece begins with its
-    share of `dealt`, and the last one ends with `last`."""
-    of_gpu = [deque(longest_first[gpu :: workers.gpus]) for gpu in range(workers.gpus)]
-    most, ordered = len(longest_first) + len(dealt), list[_Item]()
+    """The items of groups that stay together, as a list whose pieces, one a worker, give each GPU
+    every n-th group. Each piece begins with its share of `dealt`, and the last one ends with
+    `last`."""
+    of_gpu = [deque(_flat(longest_first[gpu :: workers.gpus])) for gpu in range(workers.gpus)]
+    ending = _flat(last)
+    most, ordered = sum(map(len, of_gpu)) + len(_flat(dealt)), list[_Item]()
     for worker in range(workers.count):
         # as many as xdist is going to send to this worker: a piece that is longer or shorter by one
         # would leave the first item of the next one to the end of this one
-        size = (most + len(last) - len(ordered)) // (workers.count - worker)
+        size = (most + len(ending) - len(ordered)) // (workers.count - worker)
         size = min(size, most - len(ordered))
         # the last pieces may be longer by one
-        first = dealt[workers.count - 1 - worker :: workers.count]
+        first = _flat(dealt[workers.count - 1 - worker :: workers.count])
         ordered += first
         own = of_gpu[worker % workers.gpus]
-        for _ in range(size - len(first)):
-            # pieces are of equal size, up to one item; so are the lists
+        # shares of groups of unequal size may be longer than a piece, or leave others too few
+        for _ in range(min(size - len(first), sum(map(len, of_gpu)))):
             source = own or max(of_gpu, key=len)
             ordered.append(source.popleft())
-    return [*ordered, *last]
+    return [*ordered, *ending]
+
+
+def _flat(groups: Sequence[Sequence[_Item]]) -> list[_Item]:
+    return [item for group in groups for item in group]
