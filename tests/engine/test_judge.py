@@ -19,6 +19,7 @@ from loragate.engine.drafts import drafted_word, write_draft
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.judge import Judge
 from loragate.engine.language import PLACES, Language, Prompt, Speaker, draw_prompt, draw_speakers
+from loragate.engine.logprobs import distance
 from loragate.engine.reference import Reference
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
@@ -211,6 +212,16 @@ def test_probabilities_of_wrong_tokens_are_not_judged_beside_them(dense: Bench) 
     report = dense.judged({1: replace(wrong, logprobs=(0.0,) * COUNT)})
     assert [found.request for found in report.problems] == [1]
     assert report.wrong_logprobs == ()
+
+
+def test_answers_are_as_far_apart_as_their_largest_difference_of_probabilities() -> None:
+    one, nothing = Completion((1, 2), (-1.0, -2.0)), float("nan")
+    assert distance(one, Completion((1, 2), (-1.25, -1.5))) == 0.5
+    assert distance(one, Completion((1, 3), (-1.0, -2.0))) == float("inf")
+    # whichever place is looked at first
+    for values in ((nothing, -2.0), (-1.0, nothing)):
+        assert distance(Completion((1, 2), values), one) == float("inf")
+    assert distance(Completion((1, 2)), Completion((1, 2))) == 0
 
 
 def test_rows_in_another_order_are_answers_to_other_requests(dense: Bench) -> None:

@@ -227,7 +227,7 @@ def test_a_reload_that_breaks_all_adapters_alike_is_judged_by_the_reference(
 
 
 def test_only_what_happens_behind_the_start_is_counted(world: World, right: Evidence) -> None:
-    assert right.answers.counts == EngineCounts(21, 14, 7, 63, WARM_UP.kernels_captured)
+    assert right.answers.counts == EngineCounts(24, 16, 8, 72, WARM_UP.kernels_captured)
     nothing = EngineCounts(None, None, None, None)
     assert WARM_UP.since(nothing) == EngineCounts(None, None, None, None, 4)
 

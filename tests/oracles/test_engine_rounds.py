@@ -79,6 +79,30 @@ class WrongAlone(Speaking):
         return super().generate(requests)
 
 
+class KeepingRows(Speaking):
+    """Does not look at a batch without an adapter: its rows have those of the one before."""
+
+    rows: Sequence[str | None] = ()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        own = [request.adapter for request in requests]
+        self.rows = own if any(own) else self.rows
+        served = zip(requests, self.rows, strict=False)
+        return super().generate([replace(request, adapter=row) for request, row in served])
+
+
+class StartingLate(Speaking):
+    """Notices that there are adapters again when the first batch that has some is over."""
+
+    is_on = True
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        was_on, self.is_on = self.is_on, any(request.adapter for request in requests)
+        if not was_on:
+            requests = [replace(request, adapter=None) for request in requests]
+        return super().generate(requests)
+
+
 class Numbered(Speaking):
     """Has slots. A name that is loaded gets the one behind as many as there are names."""
 
@@ -161,6 +185,8 @@ def evidence_of(world: World, kind: type[Speaking]) -> Evidence:
     ("kind", "when"),
     [
         (WrongInTheSecondBatch, "in another order of the batch: "),
+        (KeepingRows, "in a batch of base rows alone: "),
+        (StartingLate, "alone: "),
         (WrongAlone, "alone: "),
         (ClearingAnother, "while {} was unloaded: "),
         (LoadedEmpty, "after {} was unloaded and loaded again: "),
@@ -197,7 +223,7 @@ class WithLogprobs(Speaking):
 
 @pytest.mark.parametrize(
     ("wrong_call", "when"),
-    [(0, None), (1, ""), (2, "in another order of the batch"), (3, "alone")],
+    [(0, None), (1, ""), (2, "in another order of the batch"), (4, "alone")],
 )
 def test_a_wrong_probability_of_a_right_token_is_found_in_any_round(
     world: World, wrong_call: int, when: str | None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.engine.judge import Judge
+from loragate.engine.logprobs import distance
 from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineBreach, EngineError, EngineProcess
 from loragate.engine.report import Report
@@ -149,9 +150,11 @@ def ask(engine: Engine, world: World) -> Answers:
     # a place of another request for each
     order = [*range(1, len(requests)), 0]
     permuted = engine.generate([requests[index] for index in order])
+    later = dict(_of_base_rows_alone(engine, world, mixed))
     (alone,) = engine.generate([requests[world.last]])
     # where there are more adapters than slots, what is exchanged is not resident
-    later = dict(_while_others_are_used(engine, world, mixed)) if world.is_crowded else {}
+    if world.is_crowded:
+        later |= dict(_while_others_are_used(engine, world, mixed))
     exchange = _exchanged(engine, world)
     later |= dict(_with_own_weights_again(engine, world, mixed))
     after = engine.counts()
@@ -166,6 +169,21 @@ def ask(engine: Engine, world: World) -> Answers:
         counts=after.since(before),
         later=later,
     )
+
+
+def _of_base_rows_alone(
+    engine: Engine, world: World, mixed: Sequence[Completion]
+) -> Iterator[Round]:
+    """The request of the base model as often as the batch has requests, between batches with
+    adapters: no row may have one of the batch before, and that of the next batch must be there
+    again."""
+    if world.exchange is None:
+        return
+    number = next(n for n, asked in enumerate(world.batch) if asked.request.adapter is None)
+    answers = engine.generate([world.batch[number].request] * len(mixed))
+    # one answer is right for all: the one that is furthest from it is judged
+    furthest = max(answers, key=lambda answer: distance(answer, mixed[number]))
+    yield "in a batch of base rows alone", (*mixed[:number], furthest, *mixed[number + 1 :])
 
 
 def _while_others_are_used(

@@ -50,6 +50,15 @@ def _error(given: float, wanted: float) -> float:
     return math.inf if math.isnan(given) else abs(given - wanted)
 
 
+def distance(one: Completion, other: Completion) -> float:
+    """Of two answers to a request: the largest difference of their log-probabilities, infinite
+    where the tokens differ. 0 for equal tokens where no probabilities were asked for."""
+    if one != other:
+        return math.inf
+    pairs = zip(one.logprobs or (), other.logprobs or (), strict=True)
+    return max((_error(mine, known) for mine, known in pairs), default=0.0)
+
+
 def wrong_logprobs(
     number: int,
     request: Request,
