@@ -27,7 +27,7 @@ from loragate.core.machine import Machine
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.matrix.engine_case import Active, Logprobs, Targets
+from loragate.matrix.engine_case import Active, Ends, Logprobs, Targets
 from loragate.protocol import BaseLayer, Capabilities, Instance
 
 
@@ -48,6 +48,7 @@ class SmallSubject:
                 "active": frozenset(Active),
                 "targets": frozenset(Targets) - {Targets.EXPERTS},
                 "logprobs": frozenset(Logprobs),
+                "ends": frozenset(Ends),
             },
         )
 
@@ -99,15 +100,14 @@ class SmallEngine:
         self._rows = [self._adapters[request.adapter] for request in requests]
         texts = [list(request.prompt) for request in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
-        ends = [len(request.prompt) + request.new_tokens for request in requests]
-        while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
+        while not all(map(_is_over, texts, requests)):
             # what stands behind a token does not change what follows it
             longest = max(map(len, texts))
             padded = [text + [0] * (longest - len(text)) for text in texts]
             ids = torch.tensor(padded, device=self._device)
             logits = self._model(input_ids=ids, use_cache=False).logits
-            for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
-                if len(text) < end:
+            for row, (text, request) in enumerate(zip(texts, requests, strict=True)):
+                if not _is_over(text, request):
                     best = logits[row, len(text) - 1].float().log_softmax(-1).max(-1)
                     text.append(int(best.indices))
                     logprobs[row].append(float(best.values))
@@ -137,3 +137,8 @@ class SmallEngine:
                 delta = own.scale * (x[row].float() @ own.a.T @ own.b.T)
                 out[row] += delta.to(out.dtype)
                 self._launched += 1
+
+
+def _is_over(text: Sequence[int], request: Request) -> bool:
+    answer = text[len(request.prompt) :]
+    return len(answer) == request.wanted(answer)

@@ -214,6 +214,27 @@ def test_probabilities_of_wrong_tokens_are_not_judged_beside_them(dense: Bench) 
     assert report.wrong_logprobs == ()
 
 
+@pytest.mark.parametrize(
+    ("length", "position", "token"),
+    # behind the end, and before it
+    [(7, 5, True), (4, 4, False)],
+)
+def test_an_answer_ends_with_the_token_that_ends_it_and_neither_before_nor_behind(
+    dense: Bench, length: int, position: int, token: bool
+) -> None:
+    request, right = dense.requests[1], dense.right()[1].tokens
+    stop = (right[4], dense.language.tokens(dense.prompts[1])[0])
+    assert right.index(stop[0]) == 4
+    request = replace(request, stop=stop)
+    passed = dense.judge.judge([request], [Completion(right[:5])])
+    assert (passed.decision, passed.matches) == (Decision.PASS, 1)
+    failed = dense.judge.judge([request], [Completion(right[:length])])
+    (found,) = failed.defects
+    assert (found.position, found.token is not None) == (position, token)
+    assert (", behind the end of the answer" in found.line()) == token
+    assert (failed.decision, failed.matches) == (Decision.FAIL, 0)
+
+
 def test_answers_are_as_far_apart_as_their_largest_difference_of_probabilities() -> None:
     one, nothing = Completion((1, 2), (-1.0, -2.0)), float("nan")
     assert distance(one, Completion((1, 2), (-1.25, -1.5))) == 0.5

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from loragate.engine.order import EngineOrder
+from loragate.engine.requests import Request
 from loragate.matrix.case import Case, Dtype, Site, Streams
 from loragate.matrix.engine_case import (
     Graphs,
@@ -163,6 +164,37 @@ def test_the_probability_of_a_token_is_its_own_and_not_that_of_the_most_likely_o
         assert engine.completion(output, with_logprobs=with_logprobs).tokens == (5, 2, 1)
     without = SimpleNamespace(token_ids=[5, 2, 1], logprobs=None)
     assert engine.completion(without, with_logprobs=False).logprobs is None
+
+
+class Asked:
+    """Stands for vLLM: notes the parameters of requests, and answers each with its prompt."""
+
+    def __init__(self, **_: Any) -> None:
+        self.parameters: list[SimpleNamespace] = []
+
+    def generate(
+        self, prompts: list[dict[str, list[int]]], parameters: list[SimpleNamespace], **_: Any
+    ) -> list[SimpleNamespace]:
+        self.parameters = parameters
+        answers = (prompt["prompt_token_ids"] for prompt in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=own)]) for own in answers]
+
+
+def test_each_request_has_its_own_limit_and_tokens_that_end_it_and_no_other_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, served = order_of(), Asked()
+    for name in environment(order, plugin=False):
+        monkeypatch.setenv(name, "")
+    fake = SimpleNamespace(LLM=lambda **_: served, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(engine.EngineEvents, "listen", lambda events: None)
+    requests = [Request((3, 4), None, 5, stop=(7, 8)), Request((6,), None, 1)]
+    answers = engine.stock(order).generate(requests)
+    assert [answer.tokens for answer in answers] == [(3, 4), (6,)]
+    asked = [(own.max_tokens, own.stop_token_ids) for own in served.parameters]
+    assert asked == [(5, [7, 8]), (1, [])]
+    assert all(own.ignore_eos and own.temperature == 0 for own in served.parameters)
 
 
 def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:

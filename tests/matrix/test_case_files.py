@@ -44,7 +44,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         """)
     axes = (
         "model, speculation, graphs, specialize, active, prefix_caching, prefill, targets, "
-        "logprobs, requests, weights, tokens, in_features, slices, rank, slots, dtype, "
+        "logprobs, requests, ends, weights, tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
         "ep, quantisation, ids, bias, base, buffers, loading, cut, heads, sharding, input_dims, "

@@ -12,13 +12,13 @@ from loragate.core.sequential import Decision
 from loragate.core.verdict import Verdict
 from loragate.engine.evidence import Evidence, examined
 from loragate.engine.judge import Judge
-from loragate.engine.language import Speaker
+from loragate.engine.language import Prompt, Speaker
 from loragate.engine.reference import Reference
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Active, Weights
+from loragate.matrix.engine_case import Active, Ends, Weights
 from loragate.oracles.engine.properties import _judged as judged_properties
 from loragate.oracles.engine.tokens import _judged as judged_tokens
 
@@ -36,6 +36,77 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> World:
     case = replace(CASE, active=Active.BEYOND_SLOTS)
     return build_world(case, 5, tmp_path_factory.mktemp("crowded"))
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(replace(CASE, ends=Ends.STOP), 5, tmp_path_factory.mktemp("ending"))
+
+
+class Stepping(Speaking):
+    """Says a word of each request in a step. The last row moves to the place of one that ends."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.calls += 1
+        answers: list[list[int]] = [[] for _ in requests]
+        live, rows = [*range(len(requests))], [request.adapter for request in requests]
+        while live:
+            for number, adapter in zip(live, rows, strict=False):
+                request, answer = requests[number], answers[number]
+                words = self.language.words_after(
+                    self.said(request, answer), self.loaded[adapter], 1
+                )
+                answer += words
+            for row in reversed(range(len(live))):
+                request, answer = requests[live[row]], answers[live[row]]
+                if self.is_over(request, answer):
+                    live[row] = live[-1]
+                    live.pop()
+                    self.move(rows, row, len(live))
+        return [Completion(tuple(answer)) for answer in answers]
+
+    def said(self, request: Request, answer: Sequence[int]) -> Prompt:
+        """As a prompt, which goes on with the last word."""
+        prompt = self.prompts[request.prompt]
+        return replace(prompt, word=answer[-1]) if answer else prompt
+
+    def is_over(self, request: Request, answer: Sequence[int]) -> bool:
+        return len(answer) == request.wanted(answer)
+
+    def move(self, rows: list[str | None], row: int, last: int) -> None:
+        rows[row] = rows[last]
+
+
+class LeavingAdapters(Stepping):
+    """Whoever moves to another row has the adapter of the request that was there."""
+
+    def move(self, rows: list[str | None], row: int, last: int) -> None:
+        pass
+
+
+class GoingOn(Stepping):
+    def is_over(self, request: Request, answer: Sequence[int]) -> bool:
+        return len(answer) == request.new_tokens
+
+
+class EndingAWordLate(Stepping):
+    """Notices the end of an answer in the step behind it."""
+
+    def is_over(self, request: Request, answer: Sequence[int]) -> bool:
+        return len(answer) == min(request.new_tokens, request.wanted(answer) + 1)
+
+
+class EndingWithoutIt(Stepping):
+    """Leaves out the token that ends an answer."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        found = zip(requests, super().generate(requests), strict=True)
+        return [
+            Completion(answer.tokens[:-1])
+            if answer.tokens[-1] in request.stop and len(answer.tokens) > 1
+            else answer
+            for request, answer in found
+        ]
 
 
 class ClearingAnother(Speaking):
@@ -203,6 +274,35 @@ def test_a_wrong_token_of_any_round_is_a_defect_that_says_when(
     judgement = judged_tokens(evidence_of(world, kind))
     name = world.batch[world.last].request.adapter
     assert judgement.message.startswith(when.format(name) + "request ")
+
+
+def test_an_engine_whose_batches_shrink_is_right_and_its_answers_have_their_lengths(
+    ending: World,
+) -> None:
+    found = evidence_of(ending, Stepping)
+    assert judged_tokens(found).verdict is judged_properties(found).verdict is Verdict.PASS
+    lengths = [len(answer.tokens) for answer in found.answers.mixed]
+    assert min(lengths) == 1
+    assert len(set(lengths)) > 2
+    assert found.report.matches == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LeavingAdapters, ", said by "),
+        # right tokens, but too many of them
+        (GoingOn, ", behind the end of the answer; "),
+        (EndingAWordLate, ", behind the end of the answer; "),
+        (EndingWithoutIt, " is missing"),
+    ],
+)
+def test_rows_that_move_and_ends_that_are_missed_show_in_the_tokens_of_a_batch_that_shrinks(
+    ending: World, kind: type[Stepping], message: str
+) -> None:
+    judgement = judged_tokens(evidence_of(ending, kind))
+    assert judgement.verdict is Verdict.FAIL
+    assert message in judgement.message
 
 
 class WithLogprobs(Speaking):

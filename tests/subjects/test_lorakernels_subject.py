@@ -188,7 +188,7 @@ def test_it_supports_everything_in_the_interpreter() -> None:
     assert have.supports["rank"] == range(1, 513)
     # of the other axes all values are taken to be supported
     of_engines = {"model", "speculation", "graphs", "active", "targets", "weights"}
-    of_engines |= {"logprobs", "requests"}
+    of_engines |= {"logprobs", "requests", "ends"}
     assert have.supports.keys() == {*everything, *of_engines, "rank", "heads", "spare_rows"}
     # without a GPU
     assert have.supports["graphs"] == {Graphs.NONE}

@@ -9,7 +9,7 @@ import pytest
 from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Active, Model, Speculation, Weights
+from loragate.matrix.engine_case import Active, Ends, Model, Speculation, Weights
 from loragate.protocol import CheckedSubject, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects.transformers import subject as module
@@ -34,8 +34,8 @@ def judged(case: Case) -> dict[OracleName, Any]:
     return {judgement.oracle: judgement for judgement in run_trial(trial)}
 
 
-def test_a_model_with_delta_nets_is_served_and_judged() -> None:
-    found = judged(case_of(model=Model.HYBRID, active=Active.BEYOND_SLOTS))
+def test_a_model_with_delta_nets_is_served_and_judged_up_to_tokens_that_end_answers() -> None:
+    found = judged(case_of(model=Model.HYBRID, active=Active.BEYOND_SLOTS, ends=Ends.STOP))
     assert found[OracleName.TOKENS].verdict is Verdict.PASS, found
     assert found[OracleName.ENGINE_PROPERTIES].verdict is Verdict.PASS, found
     # it has no kernels of adapters that it could count

@@ -53,6 +53,11 @@ class ClearPrompts:
             request = replace(request, prompt=tuple(prompt))
         return replace(asked, request=request)
 
+    def answer(self, request: Request) -> list[int]:
+        """Of a prompt that was made clear."""
+        reference = self._reference(request.adapter)
+        return reference.sure_answer(request.prompt, request.new_tokens, self._least)
+
     def _is_clear(self, request: Request, others: Sequence[str]) -> bool:
         answers = []
         for name in (request.adapter, *others):

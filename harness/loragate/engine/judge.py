@@ -248,14 +248,16 @@ def _wrong(
 ) -> list[int]:
     """The places of defects: of wrong tokens, of those that cannot be read, and of missing or
     superfluous ones."""
+    wanted = request.wanted(completion.tokens)
     wrong = [
         place
         for place, token in enumerate(judged)
-        if token_verdict(token.gap, noise) is TokenVerdict.DEFECT or place >= request.new_tokens
+        if token_verdict(token.gap, noise) is TokenVerdict.DEFECT or place >= wanted
     ]
-    return wrong + list(range(len(judged), max(request.new_tokens, len(completion.tokens))))
+    return wrong + list(range(len(judged), max(wanted, len(completion.tokens))))
 
 
 def _is_own_text(request: Request, judged: Sequence[Judged]) -> bool:
     """Whether the reference generates this text, by induction over its tokens."""
-    return len(judged) == request.new_tokens and all(token.gap == 0 for token in judged)
+    wanted = request.wanted([token.token for token in judged])
+    return len(judged) == wanted and all(token.gap == 0 for token in judged)

@@ -37,6 +37,8 @@ class Defect:
     def line(self) -> str:
         said = "is missing" if self.token is None else f"is {self.token}"
         wanted = "" if self.wanted is None else f", not {self.wanted} (by {self.gap:.3g})"
+        if self.token == self.wanted is not None:
+            wanted = ", behind the end of the answer"
         source = " or ".join(self.said_by) or "none of the models"
         if self.answer_to is not None:
             source += f"; it answers request {self.answer_to}"

@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 class Request:
     """A prompt for one adapter, by the name it was loaded under; None is the base model.
 
-    Exactly `new_tokens` tokens are wanted, whatever they are: each is the most likely one.
+    Exactly `new_tokens` tokens are wanted, whatever they are: each is the most likely one. But an
+    answer ends with the first one that is in `stop`, which is its last token then.
     """
 
     prompt: tuple[int, ...]
     adapter: str | None
     new_tokens: int
+    stop: tuple[int, ...] = ()
+
+    def wanted(self, answer: Sequence[int]) -> int:
+        """How many tokens an answer that begins with these must have."""
+        ends = (n for n, token in enumerate(answer[: self.new_tokens], 1) if token in self.stop)
+        return next(ends, self.new_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,12 @@ from loragate.engine.language import (
 )
 from loragate.engine.mtp import write_model_with_mtp
 from loragate.engine.random_weights import write_random_adapter, write_random_model
+from loragate.engine.stop import with_stop
 from loragate.matrix.case import Case, Dtype
 from loragate.matrix.engine_case import (
     LEAST_RANKS,
     Active,
+    Ends,
     Model,
     Speculation,
     Targets,
@@ -132,12 +134,17 @@ def build_world(case: Case, seed: int, root: Path) -> World:
     folders = _write_adapters(case, language, speakers, seed, root)
     names = [*folders]
     active = _active(case.active, names[:count])
-    batch = draw_batch(case, language, speakers, active, random)
     other = next((name for name in names if active and name != active[-1]), None)
+    batch = draw_batch(case, language, speakers, active, random)
     if case.weights is Weights.RANDOM:
         clear = ClearPrompts(root / "model", folders, language, dtype, random)
         *mixed, own = batch
         batch = [*map(clear.made, mixed), clear.made(own, [other] if other else [])]
+        answers = [clear.answer(asked.request) for asked in batch]
+    else:
+        answers = [_words(language, asked) for asked in batch]
+    if case.ends is Ends.STOP:
+        batch = with_stop(batch, answers)
     last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
     is_crowded = case.active is Active.BEYOND_SLOTS
     loaded = names if is_crowded or not active else _amid(active[-1], names)
@@ -154,6 +161,10 @@ def build_world(case: Case, seed: int, root: Path) -> World:
         is_crowded=is_crowded,
         weights=case.weights,
     )
+
+
+def _words(language: Language, asked: Asked) -> list[int]:
+    return language.words_after(asked.prompt, asked.speaker, asked.request.new_tokens)
 
 
 def _write_models(

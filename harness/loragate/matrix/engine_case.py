@@ -123,6 +123,15 @@ class Requests(StrEnum):
     QUEUED = "queued"
 
 
+class Ends(StrEnum):
+    """What ends an answer."""
+
+    # the number of tokens that its request wants
+    LIMIT = "limit"
+    # tokens that the requests name, too: at the first one, amid the answer, or not at all
+    STOP = "stop"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAxes:
     """The part of `Case` that engines have alone."""
@@ -139,4 +148,5 @@ class EngineAxes:
     targets: Annotated[Targets, Axis(sites=_SITES)] = Targets.ALL
     logprobs: Annotated[Logprobs, Axis(sites=_SITES)] = Logprobs.OFF
     requests: Annotated[Requests, Axis(sites=_SITES)] = Requests.TOGETHER
+    ends: Annotated[Ends, Axis(sites=_SITES)] = Ends.LIMIT
     weights: Annotated[Weights, Axis(sites=_SITES)] = Weights.LANGUAGE

@@ -86,6 +86,6 @@ def _lines(evidence: Evidence) -> Iterator[str]:
 
 def _has_all_tokens(evidence: Evidence) -> bool:
     return all(
-        len(answer.tokens) == asked.request.new_tokens
+        len(answer.tokens) == asked.request.wanted(answer.tokens)
         for asked, answer in zip(evidence.world.batch, evidence.judged, strict=True)
     )

@@ -109,7 +109,8 @@ class ServingEngine:
 
     def _decoded(self, requests: Sequence[Request]) -> list[Completion]:
         most = max(request.new_tokens for request in requests)
-        config = GenerationConfig(max_new_tokens=most, eos_token_id=[])
+        # all requests of a batch name the same tokens
+        config = GenerationConfig(max_new_tokens=most, eos_token_id=[*requests[0].stop])
         wants_logprobs = self._case.logprobs is Logprobs.ON
         generation = Generation(
             self._decoder, config, drafter=self._drafter, logprobs=wants_logprobs

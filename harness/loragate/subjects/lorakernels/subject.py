@@ -43,6 +43,7 @@ from loragate.matrix.case import (
 )
 from loragate.matrix.engine_case import (
     Active,
+    Ends,
     Graphs,
     Logprobs,
     Model,
@@ -129,6 +130,7 @@ class LoraKernelsSubject:
                 "targets": frozenset(Targets),
                 "logprobs": frozenset(Logprobs),
                 "requests": frozenset(Requests),
+                "ends": frozenset(Ends),
                 "weights": frozenset(Weights),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place

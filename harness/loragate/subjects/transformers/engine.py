@@ -82,7 +82,7 @@ class TransformersEngine:
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=request.new_tokens,
-                min_new_tokens=request.new_tokens,
+                **_ends(request),
                 output_logits=wants_logprobs,
                 return_dict_in_generate=True,
                 **self._drafts(),
@@ -112,6 +112,14 @@ class TransformersEngine:
         """A pass over a token and the drafts behind it, or over a prompt."""
         self._verified += options["input_ids"].shape[1] - 1
         self._accepted -= 1
+
+
+def _ends(request: Request) -> dict[str, Any]:
+    """What keeps an answer up to its limit, or ends it before."""
+    if not request.stop:
+        return {"min_new_tokens": request.new_tokens}
+    # of a single text, which is never padded
+    return {"eos_token_id": [*request.stop], "pad_token_id": request.stop[0]}
 
 
 def _logprobs(logits: Sequence[Tensor], tokens: Sequence[int]) -> tuple[float, ...]:

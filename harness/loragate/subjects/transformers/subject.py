@@ -9,6 +9,7 @@ from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.matrix.engine_case import (
     Active,
+    Ends,
     Logprobs,
     Model,
     Requests,
@@ -50,6 +51,7 @@ class TransformersSubject:
                 "logprobs": frozenset(Logprobs),
                 # one after the other in any case
                 "requests": frozenset(Requests),
+                "ends": frozenset(Ends),
             },
             refuses=_refuses,
         )

@@ -69,6 +69,7 @@ class VllmEngine:
                 temperature=0.0,
                 max_tokens=request.new_tokens,
                 ignore_eos=True,
+                stop_token_ids=list(request.stop),
                 logprobs=1 if wants_logprobs else None,
                 detokenize=False,
             )

@@ -10,6 +10,7 @@ from loragate.engine.order import EngineOrder
 from loragate.matrix.case import Case, Dtype, Streams
 from loragate.matrix.engine_case import (
     Active,
+    Ends,
     Graphs,
     Logprobs,
     Model,
@@ -35,6 +36,7 @@ ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
         "targets": frozenset(Targets),
         "logprobs": frozenset(Logprobs),
         "requests": frozenset(Requests),
+        "ends": frozenset(Ends),
         "weights": frozenset(Weights),
     }
 )
