@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -14,24 +15,26 @@ from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.engine_case import Model, Speculation
 
 
-def lengths_of(seed: int, active: int, **axes: object) -> tuple[list[int], list[int]]:
-    """Of a batch with so many adapters: how long its answers are, and would be without an end."""
+def ended(seed: int, active: int, **axes: object) -> list[tuple[Request, list[int]]]:
+    """The requests of a batch with so many adapters, and their answers if nothing ended them."""
     fixed = {"site": Site.ENGINE, "rank": 8, "slots": 2, "dtype": Dtype.FP32}
     case = Case(**{**fixed, **axes})  # type: ignore[arg-type]
     language, random = KINDS[case.model], Random(seed)
     speakers = draw_speakers(language, max(2, active), random)
     names = [speaker.name for speaker in speakers[:active]]
     batch = draw_batch(case, language, speakers, names, random)
-    limits = [asked.request.new_tokens for asked in batch]
     answers = [
-        language.words_after(asked.prompt, asked.speaker, limit)
-        for asked, limit in zip(batch, limits, strict=True)
+        language.words_after(asked.prompt, asked.speaker, asked.request.new_tokens)
+        for asked in batch
     ]
-    ended = with_stop(batch, answers)
+    found = [asked.request for asked in with_stop(batch, answers)]
     # an engine may have them for a whole batch only
-    assert len({asked.request.stop for asked in ended}) == 1
-    found = zip(ended, answers, strict=True)
-    return [asked.request.wanted(answer) for asked, answer in found], limits
+    assert len({request.stop for request in found}) == 1
+    return list(zip(found, answers, strict=True))
+
+
+def lengths_of(found: Sequence[tuple[Request, list[int]]]) -> list[int]:
+    return [request.wanted(answer) for request, answer in found]
 
 
 @pytest.mark.parametrize("active", [1, 2, 4])
@@ -41,7 +44,8 @@ def test_answers_of_a_batch_end_at_once_or_later_or_at_their_limit(
     active: int, model: Model, speculation: Speculation
 ) -> None:
     for seed in range(10):
-        lengths, limits = lengths_of(seed, active, model=model, speculation=speculation)
+        found = ended(seed, active, model=model, speculation=speculation)
+        lengths, limits = lengths_of(found), [request.new_tokens for request, _ in found]
         assert lengths.count(1) >= 1
         assert any(1 < length < limit for length, limit in zip(lengths, limits, strict=True))
         assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
@@ -49,8 +53,25 @@ def test_answers_of_a_batch_end_at_once_or_later_or_at_their_limit(
         assert lengths[-1] > 1
 
 
+@pytest.mark.parametrize("active", [1, 2, 4])
+def test_the_drafts_of_an_ngram_lead_beyond_the_end_of_an_answer(active: int) -> None:
+    for seed in range(10):
+        passed = [
+            # the last word of the prompt, the answer and what would follow, in the prompt itself
+            has((request.prompt[-1], *answer[: length + 1]), request.prompt)
+            for request, answer in ended(seed, active, speculation=Speculation.NGRAM)
+            for length in [request.wanted(answer)]
+            if 1 < length < request.new_tokens
+        ]
+        assert any(passed)
+
+
+def has(part: tuple[int, ...], prompt: tuple[int, ...]) -> bool:
+    return any(prompt[place:][: len(part)] == part for place in range(len(prompt)))
+
+
 def test_a_batch_of_two_requests_ends_at_different_times_in_most_cases() -> None:
-    found = [lengths_of(seed, 0)[0] for seed in range(20)]
+    found = [lengths_of(ended(seed, 0)) for seed in range(20)]
     assert sum(len(set(lengths)) > 1 for lengths in found) >= 18
 
 

@@ -18,8 +18,8 @@ def with_stop(batch: Sequence[Asked], answers: Sequence[Sequence[int]]) -> list[
     as its request wants without them.
 
     As far as the batch allows, one answer ends with its first token, one behind it and one not
-    before its limit, and as many as possible have different lengths. The last one, which is asked
-    alone as well, has two tokens at least.
+    before its limit, drafts of n-grams lead beyond the end of one, and as many as possible have
+    different lengths. The last one, which is asked alone as well, has two tokens at least.
     """
     requests = [asked.request for asked in batch]
     stop = max(_candidates(answers), key=lambda stop: _spread(requests, answers, stop))
@@ -35,7 +35,7 @@ def _candidates(answers: Sequence[Sequence[int]]) -> Iterable[tuple[int, ...]]:
 
 def _spread(
     requests: Sequence[Request], answers: Sequence[Sequence[int]], stop: tuple[int, ...]
-) -> tuple[bool, int, int]:
+) -> tuple[bool, int, bool, int]:
     """Larger where answers end in more ways."""
     lengths = [
         replace(request, stop=stop).wanted(answer)
@@ -46,4 +46,15 @@ def _spread(
         (length == 1, length == len(answer))
         for length, answer in zip(lengths, answers, strict=True)
     }
-    return lengths[-1] > 1, len(ways), len(set(lengths))
+    is_passed = any(map(_is_passed_by_drafts, requests, answers, lengths))
+    return lengths[-1] > 1, len(ways), is_passed, len(set(lengths))
+
+
+def _is_passed_by_drafts(request: Request, answer: Sequence[int], length: int) -> bool:
+    """Whether the prompt has an answer that ends behind `length` tokens with the one that would
+    follow: an n-gram behind its first token drafts all of them."""
+    prompt, sample = request.prompt, tuple(answer[: length + 1])
+    places = range(len(prompt) - len(sample) + 1)
+    return 1 < length < len(answer) and any(
+        prompt[place : place + len(sample)] == sample for place in places
+    )
