@@ -12,7 +12,7 @@ from loragate.engine.report import Report
 from loragate.engine.requests import Completion, EngineCounts
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Graphs, Speculation, Weights
+from loragate.matrix.engine_case import Ends, Graphs, Speculation, Weights
 from loragate.oracles.engine.liveness import _judged
 
 COUNTED = EngineCounts(
@@ -70,3 +70,9 @@ def test_graphs_of_decode_steps_are_not_asked_for_where_drafts_come_by_chance(
     found = _judged(case, evidence(world, replace(COUNTED, graphs_replayed=0)))
     assert found.verdict is verdict
     assert ("graphs replayed" in found.metrics) is (verdict is Verdict.FAIL)
+    # answers that end early leave fewer steps in which all requests have drafts
+    ended = _judged(
+        replace(case, ends=Ends.STOP), evidence(world, replace(COUNTED, graphs_replayed=0))
+    )
+    by_chance = (graphs, speculation) == (Graphs.FULL_DECODE, Speculation.NGRAM)
+    assert ended.verdict is (Verdict.PASS if by_chance else Verdict.FAIL)

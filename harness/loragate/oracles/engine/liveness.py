@@ -12,7 +12,7 @@ from loragate.engine.evidence import Evidence
 from loragate.engine.properties import liveness
 from loragate.engine.requests import EngineCounts
 from loragate.matrix.case import Case
-from loragate.matrix.engine_case import Active, Graphs, Speculation, Weights
+from loragate.matrix.engine_case import Active, Ends, Graphs, Speculation, Weights
 from loragate.oracles.engine.session import inapplicable, judged
 from loragate.protocol import Trial
 
@@ -52,9 +52,11 @@ def _wanted(case: Case, counts: EngineCounts) -> Iterator[tuple[str, int | None]
 
 def _may_lack_even_steps(case: Case) -> bool:
     """A graph of decode steps is for as many drafts of each request, in vLLM: in 3 of 20 random
-    texts n-grams never found them for all requests of a step."""
-    even = case.graphs is not Graphs.FULL_DECODE or case.speculation is not Speculation.NGRAM
-    return not even and case.weights is Weights.RANDOM
+    texts n-grams never found them for all requests of a step. Answers that end early have fewer
+    such steps."""
+    if case.graphs is not Graphs.FULL_DECODE or case.speculation is not Speculation.NGRAM:
+        return False
+    return case.weights is Weights.RANDOM or case.ends is Ends.STOP
 
 
 def _launched(counts: EngineCounts) -> int | None:
