@@ -110,6 +110,33 @@ def test_a_replay_that_is_interrupted_leaves_no_process_behind(drill, number, su
     assert not alive
 
 
+def test_a_case_that_exits_from_the_process_of_the_replay_with_0_is_wrong(replay, tmp_path):
+    done = replay(f"{_MISBEHAVING}.tokens-19", "--in-process")
+    assert done.returncode == ExitCode.WRONG, done.stdout
+    assert "in leave_as_if_done" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("named", "options", "answer"),
+    [
+        ("#1", ["--draw=2"], "--draw 2: 'torch.tokens-21#1' means --draw 1"),
+        ("#1.2", ["--repeats=2"], "--repeats 2: 'torch.tokens-21#1.2' means --repeats 3"),
+    ],
+)
+def test_a_draw_that_the_id_and_an_option_name_differently_is_a_usage_error(
+    replay, named, options, answer
+):
+    done = replay(f"torch.tokens-21{named}", *options)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert f"loragate replay: {answer}" in done.stdout
+
+
+def test_a_draw_that_the_id_and_an_option_name_alike_is_replayed(replay):
+    done = replay("torch.tokens-21#1", "--draw=1")
+    assert done.returncode == ExitCode.OK, done.stdout
+    assert done.stdout.splitlines()[-1].endswith(f" --draw 1 --matrix {_MATRIX}")
+
+
 def test_a_replay_in_this_process_gives_the_same_evidence(replay):
     apart, here = (
         replay(f"{_MISBEHAVING}.tokens-18", *options) for options in ((), ("--in-process",))

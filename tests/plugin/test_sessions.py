@@ -46,6 +46,36 @@ def test_the_record_of_a_killed_session_names_the_case_and_does_not_pass(alone):
     assert lost.run_id == last.run_id
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_subject_that_ends_the_process_as_if_all_was_done_fails_the_session(
+    tmp_path, run_session, workers
+):
+    matrix = _leaving(tmp_path)
+    session = run_session(tmp_path / "report", "-n", workers, matrix=matrix)
+    assert session.exit_code == ExitCode.WRONG, session.output
+    assert session.of_tokens(21).verdict is Verdict.PASS
+    if workers == "0":
+        assert "os._exit(0) before the work was done" in session.output
+        assert "in leave_as_if_done" in session.output
+
+
+def test_a_subject_that_ends_the_process_when_it_is_imported_fails_the_session(
+    tmp_path, run_session
+):
+    arguments = {"matrix": "one_good.yaml", "subject": "leaves_at_import:Subject"}
+    session = run_session(tmp_path / "report", "-n", "0", **arguments, LEAVES_WITH="0")
+    assert session.exit_code == ExitCode.WRONG, session.output
+    assert "os._exit(0) before the work was done" in session.output
+
+
+def _leaving(folder):
+    """A matrix of a good case, and one whose subject ends its process with 0."""
+    matrix = folder / "leaving.yaml"
+    good = (MATRICES / "four_good.yaml").read_text()
+    matrix.write_text(good.replace("[21, 22, 23, 24]", "[19, 21]"))
+    return matrix
+
+
 def test_workers_that_die_before_they_collect_end_the_session(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "2", "-p", "exits_before_collecting", matrix="one_hang.yaml"

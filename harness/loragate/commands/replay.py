@@ -27,11 +27,12 @@ from loragate.commands.condition_options import (
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
 from loragate.core.child_process import ProcessPool, python_module, signal_name
+from loragate.core.early_exit import early_exit_is
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.model import CaseFinished
-from loragate.matrix.case_run import CaseRun
+from loragate.matrix.case_run import CaseRun, split_draw
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_one
@@ -86,7 +87,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return _replay_as_scan(arguments, given[0])
     request = _request(arguments)
     if arguments.in_process:
-        *_, finished = replays(request, lambda run: nullcontext())
+        with early_exit_is(ExitCode.WRONG):
+            *_, finished = replays(request, lambda run: nullcontext())
     else:
         finished = _replay_in_child(request)
     say(render_evidence(finished))
@@ -97,11 +99,25 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
     matrix = matrix_files(arguments)
     with usage_errors():
         found = select_one(arguments.pattern, load_cases(matrix), subjects=SUBJECTS, matrix=matrix)
+        _check_named(arguments)
     draw = found.draw if arguments.draw is None else arguments.draw
     return ReplayRequest(
         first=replace(found, draw=draw, repeat=0),
         repeats=arguments.repeats or found.repeat + 1,
     )
+
+
+def _check_named(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for an option that contradicts the id of a draw."""
+    _, draw, repeat = split_draw(arguments.pattern)
+    repeats = None if repeat is None else repeat + 1
+    for name, named in (("draw", draw), ("repeats", repeats)):
+        given = getattr(arguments, name)
+        if named is not None and given not in (None, named):
+            raise ValueError(
+                f"--{name} {given}: {arguments.pattern!r} means --{name} {named}; "
+                "leave out one of the two"
+            )
 
 
 def _replay_as_scan(arguments: argparse.Namespace, given: str) -> ExitCode:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 
+from loragate.core.early_exit import early_exit_is
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import (
@@ -65,9 +66,12 @@ class Accounting:
         self._shown: set[str] = set()
 
     # not when the collection finishes, as it also does where it fails for a mistake of the user
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        self._expect((item.nodeid, case_run_of(item)) for item in session.items)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        # without workers a subject is imported, and runs, in this process
+        with early_exit_is(ExitCode.WRONG):
+            self._expect((item.nodeid, case_run_of(item)) for item in session.items)
+            return (yield)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

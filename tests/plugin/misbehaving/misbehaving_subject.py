@@ -22,6 +22,10 @@ def leave() -> None:
     os._exit(1)
 
 
+def leave_as_if_done() -> None:
+    os._exit(0)
+
+
 def segfault() -> None:
     ctypes.string_at(0)
 
@@ -55,6 +59,7 @@ FAULTS: Mapping[int, Callable[[], None]] = {
     15: lose_the_device,
     16: raise_an_error,
     17: run_out_of_memory,
+    19: leave_as_if_done,
 }
 WRONG_ANSWER = 18
 WRONG_DRAW, CRASHING_DRAW = 7, 2
