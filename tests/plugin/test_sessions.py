@@ -14,11 +14,14 @@ import pytest
 from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.events.log import read_events
 from loragate.events.model import CaseStarted, RunFinished
+from loragate.matrix.ids import run_id
+from loragate.matrix.load import load_cases
 from loragate.report.summary import summarize
 
 ROOT = Path(__file__).parents[2]
 SUBJECT = "misbehaving_subject:Misbehaving"
 MATRICES = Path(__file__).parent / "misbehaving"
+NIGHTLY = (MATRICES / "four_good.yaml").read_text().replace("smoke", "nightly")
 
 
 @pytest.fixture(scope="module")
@@ -199,11 +202,53 @@ def test_ordinary_tests_that_pass_do_not_stand_for_cases_that_the_tier_does_not_
     tmp_path, session_beside, workers
 ):
     matrix = tmp_path / "nightly.yaml"
-    matrix.write_text((MATRICES / "four_good.yaml").read_text().replace("smoke", "nightly"))
+    matrix.write_text(NIGHTLY)
     session = session_beside("def test_other(): pass\n", workers, matrix)
     assert "1 passed" in session.output
     assert session.exit_code == ExitCode.INCOMPLETE, session.output
     assert "no case of tier smoke was selected" in session.output
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_module_that_is_named_and_has_no_case_of_the_tier_has_shown_nothing(
+    tmp_path, run_python, subject_environment, workers
+):
+    _project(tmp_path, "nightly.yaml", NIGHTLY)
+    (tmp_path / "cases" / "test_cases.py").rename(tmp_path / "test_own.py")
+    done = run_python(*_own_tests("test_own.py", workers), cwd=tmp_path, env=subject_environment)
+    assert "1 skipped" in done.stdout
+    assert done.returncode == ExitCode.INCOMPLETE, done.stdout
+    assert "no case of tier smoke was selected" in done.stdout
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_paths_are_relative_to_the_folder_that_pytest_was_called_in(
+    tmp_path, run_python, subject_environment, workers
+):
+    _project(tmp_path, "good.yaml", (MATRICES / "four_good.yaml").read_text())
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    first = [*_own_tests("../cases", workers), "--rootdir=..", "--loragate-cases=tokens-21"]
+    # the first one leaves what the second one reads
+    for options in ([], ["--loragate-report=other", "--loragate-durations=report"]):
+        done = run_python(*first, *options, cwd=folder, env=subject_environment)
+        assert done.returncode == ExitCode.OK, done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["other", "report"]
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_case_whose_draws_are_left_out_in_part_is_inconclusive(tmp_path, run_session):
+    (case,) = (c for c in load_cases([MATRICES / "four_good.yaml"]) if c.tokens == 21)
+    left_out = f"--deselect=cases/test_cases.py::test_case[{run_id('torch', case)}#1]"
+    options = ["-n", "0", "--loragate-draw=0", "--loragate-draw=1", left_out]
+    session = run_session(tmp_path / "report", *options, matrix="four_good.yaml", subject="torch")
+    assert session.exit_code == ExitCode.INCOMPLETE, session.output
+    assert session.output.count("passed, but never started: draw 1") == 1
+
+
+def _own_tests(path, workers):
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "--loragate-subject=torch"]
+    return ["-m", "pytest", path, "-n", workers, "--rootdir=.", *options]
 
 
 @pytest.fixture
@@ -318,7 +363,7 @@ def test_a_session_of_cases_of_which_the_tier_has_none_has_judged_nothing(
     tmp_path, run_session, workers
 ):
     matrix = tmp_path / "nightly.yaml"
-    matrix.write_text((MATRICES / "four_good.yaml").read_text().replace("smoke", "nightly"))
+    matrix.write_text(NIGHTLY)
     session = run_session(tmp_path / "report", "-n", workers, matrix=str(matrix), subject="torch")
     assert session.exit_code == ExitCode.INCOMPLETE, session.output
     assert "no case of tier smoke was selected" in session.output

@@ -131,3 +131,10 @@ def test_ordinary_tests_do_not_wait_for_the_cases(run, tmp_path):
     options = [f"{name}={value}" for name, value in bad.items()]
     done = run(["pytest", str(tmp_path), "-pno:cacheprovider", *options])
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_a_run_that_nobody_has_started_cannot_be_joined(run, workers):
+    done = run([*_PYTEST, "--loragate-run=nobody", workers])
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert "has no plan of a run 'nobody' to append to" in done.stdout

@@ -23,10 +23,12 @@ from loragate.plugin.collection import (
     case_run_of_id,
     paths_hold_cases,
     selected_runs,
+    stands_for_no_case,
+    without_cases,
 )
 from loragate.plugin.crash_report import crash_report
 from loragate.plugin.judging import failed_as_judged, mark_judged, unrecorded
-from loragate.plugin.options import SETTINGS, Ownership, Role, Settings, selection_of
+from loragate.plugin.options import SETTINGS, Ownership, Role, Settings
 from loragate.plugin.ordinary_tests import Report, failures_in_run
 from loragate.plugin.session_run import INTERRUPTED, SessionRun
 from loragate.plugin.sticky import lost_device
@@ -58,7 +60,8 @@ class Accounting:
         self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_RAN_BEFORE_SHOWN))
         self._ready_nodes: set[str] = set()
         self._early_deaths = 0
-        self._without_cases = False
+        # whether there are tests of cases of which none was selected, and whether that was all
+        self._lacks_cases = self._without_cases = False
         # whether the session ended itself, and why it ended before its tests did
         self._stopped = False
         self._interruption = ""
@@ -168,14 +171,14 @@ class Accounting:
         empty = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if self._config.option.collectonly or not empty:
             return
-        if paths_hold_cases(self._config) and not selected_runs(self._config):
+        asked = self._lacks_cases or paths_hold_cases(self._config)
+        if asked and not selected_runs(self._config):
             session.exitstatus = ExitCode.INCOMPLETE.value
             self._without_cases = True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._without_cases:
-            tier = selection_of(self._config).tier
-            terminalreporter.write_line(f"loragate: no case of tier {tier} was selected")
+            terminalreporter.write_line(f"loragate: {without_cases(self._config)}")
         if self._run.summary is not None:
             colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
             terminalreporter.section("loragate")
@@ -195,7 +198,10 @@ class Accounting:
 
     def _expect(self, found: Iterable[tuple[str, CaseRun | None]]) -> None:
         first = not self._collected
-        self._collected.update((nodeid, run) for nodeid, run in found if run is not None)
+        for nodeid, run in found:
+            if run is not None:
+                self._collected[nodeid] = run
+            self._lacks_cases = self._lacks_cases or stands_for_no_case(nodeid)
         if first and self._collected:
             self._run.start(self._collected.values())
 

@@ -20,11 +20,13 @@ from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
 from loragate.plugin.options import recorded_durations, selection_of
 from loragate.plugin.running_order import may_begin, running_order, workers_of
-from loragate.run.folder import check_durations
+from loragate.run.folder import check_durations, check_run
 from loragate.subjects.registry import check_subject_name
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
+# the id of the only run where none was selected, which no case can have
+_NO_CASE = "no-case"
 _RUNS = pytest.StashKey[dict[str, CaseRun]]()
 _RUNS_OF_NODES = pytest.StashKey[dict[str, CaseRun]]()
 _FINDINGS = pytest.StashKey[tuple[Finding, ...]]()
@@ -42,10 +44,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     try:
         for name in selection_of(config).subjects:
             check_subject_name(name)
-        named = config.option.loragate_durations
-        if named:
-            report = Path(config.rootpath, config.option.loragate_report)
-            check_durations(Path(config.invocation_params.dir, named), report)
+        option = config.option
+        if option.loragate_durations:
+            check_durations(Path(option.loragate_durations), Path(option.loragate_report))
+        if option.loragate_run:
+            check_run(Path(option.loragate_report), option.loragate_run)
         selected_runs(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
@@ -98,7 +101,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         runs = selected_runs(metafunc.config)
     except ValueError as error:
         raise pytest.Collector.CollectError(str(error)) from error
+    if not runs:
+        skip = pytest.mark.skip(reason=without_cases(metafunc.config))
+        metafunc.parametrize(_ARGUMENT, [pytest.param(None, marks=skip, id=_NO_CASE)])
+        return
     metafunc.parametrize(_ARGUMENT, runs.values(), ids=runs.keys())
+
+
+def without_cases(config: pytest.Config) -> str:
+    return f"no case of tier {selection_of(config).tier} was selected"
+
+
+def stands_for_no_case(nodeid: str) -> bool:
+    """Whether an item is all that there is of a test of cases, because none was selected."""
+    return nodeid.endswith(f"[{_NO_CASE}]")
 
 
 def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:

@@ -138,8 +138,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _path(text: str) -> str:
+    """Relative to the folder that pytest was called in, wherever the root of its session is."""
     # workers are sent options, which cannot be paths
-    return str(path_of(text))
+    return str(path_of(text).absolute())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -167,7 +168,7 @@ def selection_of(config: pytest.Config) -> Selection:
 def recorded_durations(config: pytest.Config) -> Durations:
     """Raises EventsError, a ValueError."""
     named = config.option.loragate_durations
-    return durations_of(Path(config.invocation_params.dir, named) if named else None)
+    return durations_of(Path(named) if named else None)
 
 
 def _shard(config: pytest.Config) -> Shard | None:
@@ -184,7 +185,7 @@ def _settings(config: pytest.Config) -> Settings:
     joined: str | None = config.option.loragate_run
     return Settings(
         selection=selection_of(config),
-        report=Path(config.rootpath, config.option.loragate_report),
+        report=Path(config.option.loragate_report),
         run=worker_input.get(WORKER_INPUT_RUN) or joined or new_run_name(),
         role=_role(config),
         ownership=Ownership.JOINED if joined else Ownership.OWNED,
@@ -202,7 +203,7 @@ def _role(config: pytest.Config) -> Role:
 def _matrix(config: pytest.Config) -> tuple[Path, ...]:
     named: Sequence[str] | None = config.option.loragate_matrix
     if named:
-        return named_files(Path(config.invocation_params.dir, name) for name in named)
+        return named_files(map(Path, named))
     return default_files(config.rootpath) or default_files(data_root())
 
 

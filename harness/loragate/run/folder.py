@@ -13,6 +13,8 @@ from filelock import FileLock, Timeout
 
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
+from loragate.events.log import read_events
+from loragate.events.model import RunStarted
 from loragate.report.write import HTML_NAME, JUNIT_NAME
 
 EVENTS = "events.jsonl"
@@ -58,6 +60,13 @@ def check_durations(durations: Path | None, report: Path) -> None:
             f"durations {durations}: lie in the report folder of this run, which is cleared; "
             "name another folder for the report"
         )
+
+
+def check_run(report: Path, run: str) -> None:
+    """Raises ValueError if `report` holds no plan of a run of that name, which others may join."""
+    log = read_events(report / EVENTS, run=run)
+    if not any(isinstance(event, RunStarted) for event in log.events):
+        raise ValueError(f"report folder {report}: has no plan of a run {run!r} to append to")
 
 
 def clear_folder(report: Path) -> None:
