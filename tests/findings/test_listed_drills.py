@@ -67,6 +67,16 @@ def test_a_listed_defect_that_shows_is_known(
     assert "1 of 1 draws, first vllm.dense_delta." in page
 
 
+def test_a_listed_defect_fails_the_test_and_the_run_if_pytest_is_to_excuse_nothing(
+    run_in_checkout: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run_in_checkout(*session(tmp_path, SHOWS), "--runxfail", faults="last_row")
+    assert "1 failed" in done.output
+    assert done.exit_code == ExitCode.WRONG, done.output
+    summary = summarize(read_events(tmp_path / "report" / "events.jsonl"))
+    assert summary.exit_code is ExitCode.WRONG
+
+
 @pytest.mark.drill(
     tried="A new defect in the case of a listed one, of the same kind and larger",
     exit_code=ExitCode.WRONG,

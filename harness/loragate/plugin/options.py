@@ -46,7 +46,8 @@ class Ownership(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """`run` names the run in every event; `report` is the folder of its events. `leg` is set where
-    the session is a leg whose workers may run beside those of the cases, which have equal names."""
+    the session is a leg whose workers may run beside those of the cases, which have equal names.
+    `excuses`: whether a case that fails as a finding lists it passes; not so with --runxfail."""
 
     selection: Selection
     report: Path
@@ -55,6 +56,7 @@ class Settings:
     ownership: Ownership
     worker: str
     leg: str = ""
+    excuses: bool = True
 
     @property
     def events(self) -> Path:
@@ -190,6 +192,7 @@ def _settings(config: pytest.Config) -> Settings:
         role=_role(config),
         ownership=Ownership.JOINED if joined else Ownership.OWNED,
         worker=worker_input.get("workerid", "main"),
+        excuses=not config.option.runxfail,
     )
 
 
