@@ -15,7 +15,7 @@ from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
 from loragate.compile_leg.pool import Compilation
 from loragate.core.resources import Resources
-from loragate.core.verdict import Verdict
+from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CompileResult, Event, Note
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -218,6 +218,23 @@ def test_a_release_that_cannot_be_installed_is_an_infrastructure_failure(
     monkeypatch.setattr(subprocess, "run", run_command)
     assert main(["--update", "--release", "9.9.9"]) == 3
     assert "Triton 9.9.9 is not recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--relaese=3.6.0"], "unrecognized arguments: --relaese=3.6.0"),
+        (["--release=3.6.0"], "--release needs --update"),
+        (["--baseline="], "argument --baseline: must be a path (got '')"),
+    ],
+)
+def test_a_wrong_word_is_a_usage_error_and_does_not_mean_that_something_was_not_judged(
+    arguments: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == ExitCode.USAGE
+    assert answer in capsys.readouterr().err
 
 
 def test_an_unreadable_baseline_is_an_infrastructure_failure(

@@ -71,6 +71,12 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
         (["plan", "--matrix="], "argument --matrix: must be a path (got '')"),
         (["morning", "--report=", "--quarantine=x"], "argument --report: must be a path (got '')"),
         (["generate", "--folder="], "argument --folder: must be a path (got '')"),
+        (
+            ["mutants", "--edits=x", "--list", "--folder="],
+            "argument --folder: must be a path (got '')",
+        ),
+        (["mutants", "--edits="], "argument --edits: must be a path (got '')"),
+        (["faults", "--show="], "argument --show: must be a path (got '')"),
         (["report", ""], "argument DIR: must be a path (got '')"),
         (["merge", "x", "--report="], "argument --report: must be a path (got '')"),
         (["merge", ""], "argument REPORT: must be a path (got '')"),

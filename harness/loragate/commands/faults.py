@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from loragate.commands.record_options import add_record_options, open_record
+from loragate.core.arguments import path_of
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
@@ -75,7 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--jobs", type=int, default=_JOBS, metavar="N", help="default: 2")
     add_record_options(parser, "the outcomes")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print a record as Markdown")
+    parser.add_argument("--show", type=path_of, metavar="FILE", help="print a record as Markdown")
     parser.set_defaults(run=run)
 
 

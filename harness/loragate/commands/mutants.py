@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loragate.commands.record_options import add_record_options, open_record
-from loragate.core.arguments import count_from
+from loragate.core.arguments import count_from, path_of
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.files import check_writable
@@ -54,10 +54,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument(
         "--sample", type=count_from(1), metavar="N", help="N mutants, half of them subtle ones"
     )
-    which.add_argument("--edits", type=Path, metavar="FILE", help="the edits in a YAML file")
+    which.add_argument("--edits", type=path_of, metavar="FILE", help="the edits in a YAML file")
     which.add_argument(
         "--survivors",
-        type=Path,
+        type=path_of,
         metavar="RECORD",
         help="what the samples in a record have left, planted once more",
     )
@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--jobs", type=count_from(1), default=_JOBS, metavar="N", help=f"default: {_JOBS}"
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help=f"of the results (default: {_FOLDER})"
+        "--folder", type=path_of, metavar="DIR", help=f"of the results (default: {_FOLDER})"
     )
     parser.add_argument("--list", action="store_true", help="show the mutants and plant nothing")
     add_record_options(parser, "the results")
