@@ -18,7 +18,7 @@ from torch import Tensor
 from loragate.commands.scan import _for_page
 from loragate.core.checkout import project_root
 from loragate.core.gpu_health import NoHealth, NvmlHealth, open_health
-from loragate.core.verdict import Failure, Verdict
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.history import Outcome
 from loragate.inputs.poison import poisoned_allocations, zeroed_allocations
 from loragate.matrix.case_run import CaseRun
@@ -27,7 +27,7 @@ from loragate.nightly.conditions import Clock, Conditions
 from loragate.nightly.wave import Measure, Wanted
 from loragate.scan import paths
 from loragate.scan.bits import digest_of
-from loragate.scan.child import _clocks, outcome_of
+from loragate.scan.child import _clocks, _shown, outcome_of
 from loragate.scan.messages import Began, Measured, Order, Step, Unpacker, packed
 from loragate.scan.paths import TracedPath, _content, path_of_engine, traced_path
 from loragate.scan.processes import Process
@@ -163,6 +163,12 @@ def test_an_outcome_differs_only_if_nothing_is_wrong(
     verdict: Verdict, failures: list[Failure], outcome: Outcome
 ) -> None:
     assert outcome_of(verdict, failures) is outcome
+
+
+def test_an_oracle_that_lacks_memory_makes_no_difference_wrong() -> None:
+    differs = Judgement(OracleName.REPEAT, Verdict.FAIL, Failure.NONDETERMINISTIC)
+    lacks = Judgement(OracleName.REFERENCE, Verdict.INFRA, Failure.OUT_OF_MEMORY)
+    assert _shown((lacks, differs))["outcome"] is Outcome.DIFFERENT
 
 
 def test_clocks_run_slowly_or_fast_and_are_put_back() -> None:
