@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.matrix.load import load_cases
+from loragate.matrix.load import load_cases, named_files
 
 from .case_texts import GOOD, Write, problems_of
 
@@ -208,6 +208,11 @@ def test_a_case_in_two_files_is_reported_with_both_places(write: Write) -> None:
     assert problems_of(first, second) == [
         f"second.yaml:8: groups.one.rows[0]: gives the case {name}, as first.yaml:8 already does"
     ]
+
+
+def test_a_file_that_is_named_twice_is_read_once(write: Write) -> None:
+    path = write(GOOD).absolute()
+    assert named_files([path.parent, path]) == (path,)
 
 
 def test_a_repeated_case_is_reported_beside_an_unknown_key_but_not_for_an_unknown_site(

@@ -35,9 +35,10 @@ def default_files(root: Path) -> tuple[Path, ...]:
 
 
 def named_files(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """The files that a user means: a folder stands for its YAML files. One without any stays as it
-    is, and is refused where it is read."""
-    return tuple(file for path in paths for file in _yaml_files(path) or (path,))
+    """The files that a user means, each once: a folder stands for its YAML files. One without any
+    stays as it is, and is refused where it is read."""
+    files = (file for path in paths for file in _yaml_files(path) or (path,))
+    return tuple(dict.fromkeys(files))
 
 
 def folded(files: Sequence[Path]) -> tuple[Path, ...]:

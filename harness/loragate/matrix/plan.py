@@ -9,7 +9,7 @@ Every selected case of every subject is either planned or skipped, never silentl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loragate.core.machine import Machine
@@ -85,7 +85,7 @@ class Plan:
 
 
 def plan(
-    cases: Iterable[Case],
+    cases: Sequence[Case],
     subjects: Sequence[Candidate],
     tier: Tier,
     machine: Machine,
