@@ -119,8 +119,8 @@ def test_a_case_that_exits_from_the_process_of_the_replay_with_0_is_wrong(replay
 @pytest.mark.parametrize(
     ("named", "options", "answer"),
     [
-        ("#1", ["--draw=2"], "--draw 2: 'torch.tokens-21#1' means --draw 1"),
-        ("#1.2", ["--repeats=2"], "--repeats 2: 'torch.tokens-21#1.2' means --repeats 3"),
+        ("#1", ["--draw=2"], "--draw 2: 'torch.tokens-21#1' names draw 1"),
+        ("#1.2", ["--repeats=2"], "--repeats 2: 'torch.tokens-21#1.2' names repeat 2"),
     ],
 )
 def test_a_draw_that_the_id_and_an_option_name_differently_is_a_usage_error(

@@ -110,14 +110,12 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
 def _check_named(arguments: argparse.Namespace) -> None:
     """Raises ValueError for an option that contradicts the id of a draw."""
     _, draw, repeat = split_draw(arguments.pattern)
-    repeats = None if repeat is None else repeat + 1
-    for name, named in (("draw", draw), ("repeats", repeats)):
-        given = getattr(arguments, name)
-        if named is not None and given not in (None, named):
-            raise ValueError(
-                f"--{name} {given}: {arguments.pattern!r} means --{name} {named}; "
-                "leave out one of the two"
-            )
+    given, repeats = arguments.draw, arguments.repeats
+    what = f"{arguments.pattern!r} names"
+    if draw is not None and given not in (None, draw):
+        raise ValueError(f"--draw {given}: {what} draw {draw}; leave out one of the two")
+    if repeat and repeats and repeats <= repeat:
+        raise ValueError(f"--repeats {repeats}: {what} repeat {repeat}, which takes {repeat + 1}")
 
 
 def _replay_as_scan(arguments: argparse.Namespace, given: str) -> ExitCode:
