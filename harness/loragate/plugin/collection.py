@@ -25,8 +25,8 @@ from loragate.subjects.registry import check_subject_name
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
-# the id of the only run where none was selected, which no case can have
-_NO_CASE = "no-case"
+# the id of the only item where no case was selected; that of an ordinary test may be shorter
+_NO_CASE = "loragate-no-case"
 _RUNS = pytest.StashKey[dict[str, CaseRun]]()
 _RUNS_OF_NODES = pytest.StashKey[dict[str, CaseRun]]()
 _FINDINGS = pytest.StashKey[tuple[Finding, ...]]()
