@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from loragate.core.machine import select_interpreter
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
 
 _PLANTED = Path(__file__).parent / "planted"
@@ -77,6 +79,9 @@ def postgresql_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def environment(preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """In which the subjects with planted faults are found."""
     folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
+    # Triton reads its switch when it is imported, and later tests of this process interpret kernels
+    select_interpreter()
+    importlib.import_module("triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
         # what cannot be seen cannot be used: these tests run on the CPU everywhere

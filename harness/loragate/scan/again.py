@@ -87,8 +87,8 @@ class _Again:
     def __init__(self, asked: Asked, waves: Waves) -> None:
         self._asked, self._waves = asked, waves
         # a path is of no use here, and tracing it takes time that a scan did not take
-        waves.paths[asked.wanted.case] = ("", "")
-        waves.paths |= {wanted.case: ("", "") for wanted in asked.before}
+        waves.trials.paths[asked.wanted.case] = ("", "")
+        waves.trials.paths |= {wanted.case: ("", "") for wanted in asked.before}
         self._signatures: set[str] = set()
         self._trials = 0
         self._is_promised = True

@@ -104,7 +104,7 @@ class Scan:
     def _known(self) -> dict[str, Known]:
         return self.standing.known(
             changed=self._setup.changed,
-            traced=self._waves.paths.keys(),
+            traced=self._waves.trials.paths.keys(),
             only_judged=self._setup.only_judged,
             large=self._setup.large,
         )
@@ -172,7 +172,7 @@ class Scan:
         return self._setup.budget_s * _DIAGNOSES - self._diagnosing_s
 
     def _conclude(self, found: Diagnosis, seen: TrialRecord) -> None:
-        record = record_of(found, seen, self._waves.next_number(), self._waves.now())
+        record = record_of(found, seen, self._waves.trials.next_number(), self._waves.now())
         self._history.add(record)
         self._add(record)
         self._say(f"{'':10}{seen.case}: {found.cause}: {found.explanation}")

@@ -1,25 +1,25 @@
-"""Runs waves: starts the processes of each, and adds every trial to the history as it ends."""
+"""Runs waves: starts the processes of each, and hears what they have measured."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-from loragate.history import PathFiles, Purpose, TrialRecord
-from loragate.matrix.case import Site
+from loragate.history import Purpose
 from loragate.nightly.conditions import Cache, Conditions
 from loragate.nightly.plan import SHORT_S
-from loragate.nightly.wave import Measure, Wanted, Wave
-from loragate.scan.messages import Measured, Order, Step
+from loragate.nightly.wave import Wanted, Wave
+from loragate.scan.messages import Measured, Order
 from loragate.scan.running import Running
 from loragate.scan.surroundings import Shown, Spent, Surroundings
+from loragate.scan.trials import Trials
 
 # a process that starts shares the GPU and the cores, and ahead of its first trial nothing stops it
 _WORTH_A_START_S = 5.0
@@ -39,22 +39,12 @@ class Waves:
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
-        self._numbers = _Counter()
-        self._processes = _Counter()
+        self.trials = Trials(around)
+        self._processes = count()
         self._workers: list[_Worker] = []
         # what has ended and was not given to the caller
         self._shown: list[Shown] = []
         self.spent = Spent()
-        # of cases that have run in this scan: the name of the path and its key
-        self.paths: dict[str, tuple[str, str]] = {}
-        # of cases that have run in this scan: what the last trial took
-        self._seconds: dict[tuple[str, Measure], float] = {}
-        # what a process that died was running on: as the one before it
-        self._device = ""
-
-    def next_number(self) -> int:
-        """The number of another record of this run."""
-        return self._numbers()
 
     def now(self) -> float:
         """The time of a record."""
@@ -116,7 +106,7 @@ class Waves:
                         if ended is not None and purpose is Purpose.DIAGNOSE:
                             self.spent.diagnosing.append(ended.duration_s)
                         if ended is not None and keeps(ended.index, each.order.number):
-                            shown.append(self._add(each, ended, purpose))
+                            shown.append(self.trials.add(each, ended, purpose))
             finally:
                 self._finish(running)
         unused = len(self._workers) - len(wave.processes)
@@ -141,7 +131,7 @@ class Waves:
     def _hear_workers(self, until: float) -> None:
         for each, ended in self._hear(self._busy(), until):
             if ended is not None:
-                self._shown.append(self._add(each, ended, Purpose.PLANNED))
+                self._shown.append(self.trials.add(each, ended, Purpose.PLANNED))
         for worker in self._workers:
             if worker.running and worker.running.process.status is not None:
                 self._around.processes.forget(worker.running.process)
@@ -164,16 +154,13 @@ class Waves:
     def _has_long_trials(self, running: Running) -> bool:
         # with an empty cache each compiles its kernels
         return running.order.conditions.cache is Cache.COLD or any(
-            self._takes(wanted) > SHORT_S for wanted in running.left
+            self.trials.seconds(wanted) > SHORT_S for wanted in running.left
         )
 
     def _rest(self, running: Running) -> float:
         """How long the present trial of a process is going to take yet."""
         present = running.left[:1]
-        return sum(map(self._takes, present)) - running.seconds
-
-    def _takes(self, wanted: Wanted) -> float:
-        return self._seconds.get((wanted.case, wanted.measure), math.inf)
+        return sum(map(self.trials.seconds, present)) - running.seconds
 
     def _give_free_workers(self, short: Callable[[], Wave | None]) -> None:
         if len(self._busy()) == len(self._workers):
@@ -201,7 +188,7 @@ class Waves:
     def _start(self, order: Order) -> Running:
         begin = time.monotonic()
         process = self._around.processes.start(order)
-        return Running(process, order, self._processes(), begin)
+        return Running(process, order, next(self._processes), begin)
 
     def _hear(
         self, running: Sequence[Running], until: float
@@ -244,7 +231,7 @@ class Waves:
     ) -> Order:
         """Of a process that has no peers."""
         return Order(
-            steps=tuple(self._step(each) for each in wanted),
+            steps=tuple(self.trials.step(each) for each in wanted),
             conditions=conditions,
             folder=folder,
             wave=wave,
@@ -253,64 +240,6 @@ class Waves:
             run=self._around.run,
             share=self._around.shares.get(conditions.gpu),
         )
-
-    def _step(self, wanted: Wanted) -> Step:
-        run = replace(self._around.runs[wanted.case], draw=wanted.draw)
-        # oracles call a subject in many ways; an engine is traced without a call
-        is_one_call = wanted.measure is Measure.BITS or run.case.site is Site.ENGINE
-        traced = is_one_call and wanted.case not in self.paths
-        return Step(run=run, measure=wanted.measure, traced=traced)
-
-    def _add(self, each: Running, measured: Measured, purpose: Purpose) -> Shown:
-        step = each.order.steps[measured.index]
-        run, case = step.run, step.run.case
-        self._seconds[run.run_id, step.measure] = measured.duration_s
-        if measured.path:
-            self.paths[run.run_id] = f"{run.subject} {measured.path}", measured.path_key
-            if measured.path_key:
-                known = PathFiles(path_key=measured.path_key, files=measured.files)
-                self._around.history.add_path(known)
-        unknown = f"{run.subject} {case.site} {case.execution}", ""
-        path, key = self.paths.get(run.run_id, unknown)
-        conditions = each.order.conditions
-        self._device = measured.device or self._device
-        record = TrialRecord(
-            run=self._around.run,
-            number=self._numbers(),
-            at=self._around.clock(),
-            case=run.run_id,
-            subject=run.subject,
-            site=case.site.value,
-            path=path,
-            path_key=key,
-            grouped=case.dtype.value,
-            device=self._device,
-            draw=run.draw,
-            measure=step.measure.value,
-            purpose=purpose,
-            outcome=measured.outcome,
-            promised=measured.promised,
-            failure=measured.failure,
-            message=measured.message,
-            digest=measured.digests[0] if measured.digests else "",
-            process=each.number,
-            place=measured.index,
-            duration_s=round(measured.duration_s, 4),
-            replay=run.replay,
-            conditions=conditions.varied(),
-            health=self._around.health.read(conditions.gpu) if conditions.gpu else {},
-        )
-        self._around.history.add(record)
-        return Shown(each.wanted[measured.index], each.wanted, measured, record)
-
-
-class _Counter:
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __call__(self) -> int:
-        self._next += 1
-        return self._next - 1
 
 
 def _alive(running: Sequence[Running]) -> list[Running]:
