@@ -11,12 +11,13 @@ d = the golden delta:
 * spread: sum(e^2), over what the promised roundings cost on average. That is a third of the square
   of half a step, or MANTISSA of its bound for a number whose size is unknown.
 
-|z| <= 6.5 for both: one false alarm in 10^10 for a normal sum. A gain below an eighth of the
-dtype's epsilon and a spread below 1.25 pass whatever their z, because the model is no better than
-that: tensor cores truncate fp32 sums, which is a gain of up to 2^-24 for each 16 features. Groups
-that are too small for their sum of squares to be nearly normal have no spread. In fp32 the rules of
-reference.py see a thousandth of a percent, and quantised products have errors that are rare and
-large: neither is judged here.
+|z| <= 5 for both: one false alarm in two million for a normal sum. The variances are upper bounds:
+of 26,000 right results of an H200 the largest z was 3.6, of 4,000 of the interpreter 2.5. A gain
+below an eighth of the dtype's epsilon and a spread below 1.25 pass whatever their z, because the
+model is no better than that: tensor cores truncate fp32 sums, which is a gain of up to 2^-24 for
+each 16 features. Groups that are too small for their sum of squares to be nearly normal have no
+spread. In fp32 the rules of reference.py see a thousandth of a percent, and quantised products have
+errors that are rare and large: neither is judged here.
 
 Power on 64 rows x 512 columns, rank 16, as the smallest z of six seeds, in bf16 / fp16: a scale
 0.5 % too large 92 / 5900, 0.2 % too large 13 / 940; rank sums truncated 30 / 2600; rank sums
@@ -45,7 +46,7 @@ from loragate.oracles.numeric.compare import ranks_of_errors
 from loragate.oracles.numeric.errors import MANTISSA, RowErrors
 from loragate.protocol import Pool, Rounding
 
-_LIMIT = 6.5
+_LIMIT = 5.0
 _SPREAD = 1.25
 # so many independent errors make their sum of squares nearly normal
 _ENOUGH = 100
