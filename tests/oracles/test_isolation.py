@@ -70,6 +70,56 @@ class ActiveTimesZero(DenseDelta):
         return out
 
 
+class DropsInf(ActiveTimesZero):
+    """Only NaN of an adapter reaches other rows."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [
+            (torch.where(a.isinf(), 0, a), torch.where(b.isinf(), 0, b), scale)
+            for a, b, scale in self.slots[slot]
+        ]
+
+
+class DropsNan(ActiveTimesZero):
+    """Only Inf of an adapter reaches other rows."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [
+            (torch.where(a.isnan(), 0, a), torch.where(b.isnan(), 0, b), scale)
+            for a, b, scale in self.slots[slot]
+        ]
+
+
+class ReachesOtherAdapters(ActiveTimesZero):
+    """Base rows are left alone, and so are adapters without rows."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        loaded, used = self.slots, (self.token_slots >= 0).nonzero().flatten()
+        self.slots = {slot: loaded[slot] for slot in loaded if slot in self.token_slots.tolist()}
+        out[used] = super().apply(x, out.clone())[used]
+        self.slots = loaded
+        return out
+
+
+class NeverLoadedTimesZero(Stacked):
+    """A slot that never had an adapter is computed as well, and multiplied by zero."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.loaded = set[int]()
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.loaded.add(slot)
+
+    def delta(self, x: Tensor, slot: int) -> Tensor:
+        others = set(range(len(self.a))) - self.loaded
+        unwanted = [0 * super(NeverLoadedTimesZero, self).delta(x, other) for other in others]
+        return torch.stack([super().delta(x, slot), *unwanted]).sum(0)
+
+
 class LeavesTheOldOne(Stacked):
     """The dead ranks of a slot are read, and keep what was there."""
 
@@ -128,6 +178,10 @@ def judge(
         (UnwantedTimesZero, {"slot_memory": memory}),
         (UnwantedTimesZero, {}),
         (ActiveTimesZero, {}),
+        (DropsInf, {}),
+        (DropsNan, {}),
+        (ReachesOtherAdapters, {}),
+        (NeverLoadedTimesZero, {"slot_memory": memory}),
         (LeavesTheOldOne, {"slot_memory": memory}),
         (RowsByOneHotProducts, {}),
     ],
