@@ -113,6 +113,9 @@ class _Watched:
                 self.tensors["the base weight of down"] = base.down
                 if base.down_bias is not None:
                     self.tensors["the base bias of down"] = base.down_bias
+                for part, scales in enumerate(base.scales or ()):
+                    name = "the base weight of down" if part else "the base weight"
+                    self.tensors[f"the scales of {name}"] = scales
         if pool.down is not None:
             self.tensors |= {"A of down": pool.down.a, "B of down": pool.down.b[0]}
         if not self.in_place:
