@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +252,27 @@ def test_signed_data_has_both_signs_and_deltas_of_the_size_of_their_scale() -> N
         shrunk = batch.x @ pool.a[slot, 0].T
         delta = shrunk @ pool.b[0][slot].T
         assert 0.5 < delta.square().mean().sqrt() < 3
+
+
+def test_the_last_column_weighs_as_much_as_all_others_at_any_width() -> None:
+    # a tail that is lost would else drown in a wide row
+    for width in (8, 64, 1024):
+        case = replace(CASE, in_features=width, ranks=Ranks.FULL)
+        batch = make_batch(case, 0, 0, DataKind.SIGNED, CPU)
+        a = pool_of(case, 0, DataKind.SIGNED).a.float()
+        assert (batch.x[:, -1].abs() == 1).all()
+        assert (a[..., -1].abs() >= 1).all()
+        assert a[..., :-1].square().sum(-1).mean() < 1.2
+
+
+@pytest.mark.parametrize("axes", [{}, {"site": Site.MOE_LAYER, "slices": (16, 16), "experts": 2}])
+def test_either_factor_is_a_transposed_view_in_some_draws(axes: dict[str, Any]) -> None:
+    pools = [pool_of(replace(CASE, **axes), seed, DataKind.EXACT) for seed in SEEDS]
+    pools += [pool.down for pool in pools if pool.down is not None]
+    assert len(pools) == (40 if axes else 20)
+    for some in (pools[:20], pools[-20:]):
+        transposed = {(pool.a.stride(-1) > 1, pool.b[0].stride(-1) > 1) for pool in some}
+        assert transposed == set(itertools.product((False, True), repeat=2))
 
 
 @pytest.mark.parametrize("kind", DataKind)

@@ -11,7 +11,7 @@ from loragate.core.machine import Machine
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
 from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import local_experts, out_rows, part_of
-from loragate.inputs.placement import bits_of, whole
+from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.pool import reordered_experts, with_huge_unused
 from loragate.matrix.case import (
     Case,
@@ -152,6 +152,28 @@ def test_an_expert_map_holds_every_local_expert_once_and_the_last_global_one() -
         experts = local_experts(routes)
         assert (routes.topk_ids < 0).any()
         assert (experts < 0).sum() > (routes.topk_ids < 0).sum()
+
+
+def test_ids_and_the_expert_map_lie_between_guards_that_are_valid_ids() -> None:
+    for seed in SEEDS:
+        routes = routes_of(PARALLEL, seed)
+        assert routes.expert_map is not None
+        for values, ids in ((routes.topk_ids, 2 * CASE.experts), (routes.expert_map, CASE.experts)):
+            storage, mine = whole(values), owned(values)
+            first, last = (int(mine.nonzero()[i]) for i in (0, -1))
+            # a tile of 64 rows too many still lands in the guard
+            assert first >= 64 * values.shape[-1]
+            assert len(storage) - last > 64 * values.shape[-1]
+            assert ((storage[~mine] >= 0) & (storage[~mine] < ids)).all()
+
+
+def test_the_experts_of_a_rank_are_no_run_and_in_no_order_of_their_global_ids() -> None:
+    for seed in SEEDS:
+        table = routes_of(PARALLEL, seed).expert_map
+        assert table is not None
+        here = (table >= 0).nonzero().flatten()
+        assert (here.diff() > 1).any()
+        assert (table[here].diff() < 0).any()
 
 
 @pytest.mark.parametrize("kind", DataKind)
