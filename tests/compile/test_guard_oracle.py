@@ -304,6 +304,40 @@ def test_a_tensor_that_is_written_before_the_refusal_fails() -> None:
     assert "refused after a tensor had been changed" in judgement.message
 
 
+class WritesOneElementFirst(Careful):
+    """Behind the last column of the last row."""
+
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        if x.dtype != out.dtype:
+            rows, columns = out.shape
+            out.as_strided((1,), (1,), out.storage_offset() + rows * columns).fill_(0)
+        super().check_rows(x, out)
+
+
+def test_a_single_element_around_a_tensor_that_is_written_before_the_refusal_fails() -> None:
+    judgement = _judge(WritesOneElementFirst)
+    assert (judgement.failure, judgement.where) == (Failure.NOT_REFUSED, {"guard": "x_dtype"})
+    assert "refused after a tensor had been changed" in judgement.message
+
+
+class BreaksWhenItRefuses(Careful):
+    """No step works behind a refusal."""
+
+    is_broken = False
+
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        self.is_broken |= x.dtype != out.dtype
+        super().check_rows(x, out)
+        if self.is_broken:
+            raise RuntimeError("out of order")
+
+
+def test_a_valid_step_that_raises_behind_a_refusal_fails() -> None:
+    judgement = _judge(BreaksWhenItRefuses)
+    assert judgement.failure is Failure.STALE_STATE
+    assert "a valid step after it raises RuntimeError: out of order" in judgement.message
+
+
 class RefusesOnce(Careful):
     """Makes what is missing on the way to a refusal, and finds it the next time."""
 

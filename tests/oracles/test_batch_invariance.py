@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from torch import Tensor
 
-from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.matrix.case import Dtype, Plans
-from loragate.oracles import ORACLES
-from loragate.protocol import Others, Trial
-from loragate.subjects.torch.subject import DenseDelta
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict  # noqa: E402
+from loragate.matrix.case import Dtype, Plans  # noqa: E402
+from loragate.oracles import ORACLES  # noqa: E402
+from loragate.protocol import Others, Trial  # noqa: E402
+from loragate.subjects.torch.subject import DenseDelta  # noqa: E402
 
 ORACLE = ORACLES[OracleName.BATCH_INVARIANCE]
 
@@ -65,6 +73,36 @@ class OrderFollowsTheCount(RowByRow):
         return out
 
 
+class OrderOfASingleRow(OrderFollowsTheCount):
+    """Features are summed in another order in a batch of one row alone."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return (super() if len(x) == 1 else super(OrderFollowsTheCount, self)).apply(x, out)
+
+
+@triton.jit
+def touch_kernel(values, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(values + offs, tl.load(values + offs))
+
+
+class OtherConstants(RowByRow):
+    """Launches a kernel whose constant follows from the number of rows, and changes nothing."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        touch_kernel[(1,)](x, SIZE=8 if len(x) > 20 else 4)
+        return super().apply(x, out)
+
+
+class OneKernelMore(RowByRow):
+    """Launches a kernel for many rows only, behind one for any number."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        for size in (8, 4) if len(x) > 20 else (8,):
+            touch_kernel[(1,)](x, SIZE=size)
+        return super().apply(x, out)
+
+
 def judge(
     make_trial: Callable[..., Trial],
     instance: type[DenseDelta],
@@ -113,6 +151,29 @@ def test_a_row_that_depends_on_the_number_of_others_fails_where_there_is_one_pla
         promised_less = (Others.VALUES, Others.SLOTS)
         less = judge(make_trial, OrderFollowsTheCount, seed, *promised_less, plans=Plans.ONE)
         assert less.verdict is Verdict.PASS
+
+
+def test_every_smaller_batch_is_compared(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(5):
+        judgement = judge(make_trial, OrderOfASingleRow, seed, *Others, plans=Plans.ONE)
+        assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
+        assert "(1 of 40)" in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("instance", "said"),
+    [
+        (OtherConstants, "touch_kernel(SIZE=8) and touch_kernel(SIZE=4)"),
+        (OneKernelMore, "touch_kernel(SIZE=4) and none"),
+    ],
+)
+def test_other_kernels_for_fewer_rows_fail_although_the_bits_are_equal(
+    instance: type[DenseDelta], said: str, make_trial: Callable[..., Trial]
+) -> None:
+    judgement = judge(make_trial, instance, 1, Others.COUNT, plans=Plans.ONE)
+    assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
+    assert said in judgement.message
+    assert judge(make_trial, instance, 1, Others.COUNT).verdict is Verdict.PASS
 
 
 def test_rows_that_are_computed_one_by_one_pass_with_one_plan(

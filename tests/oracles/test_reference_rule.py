@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Dtype, Mix
+from loragate.oracles.evidence import judge_bits
 from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
 from loragate.protocol import Batch, Pool, Trial
@@ -239,3 +240,35 @@ def test_a_failure_says_how_many_rows_are_wrong_and_how_right_the_others_are(
     assert metrics["rest_ratio"] > 1
     metrics = judge(trial, -result).metrics
     assert metrics["wrong_rows"] > 30
+
+
+def test_a_row_counts_as_wrong_for_a_single_element(make_trial: Callable[..., Trial]) -> None:
+    # in so many columns one of them does not show in the rms
+    trial = make_trial(tokens=12, slices=(2048,), dtype=Dtype.FP16)
+    result = as_computed(trial)
+    result[7, 100] += 8 * torch.finfo(torch.float16).eps * result[7].abs().max()
+    judgement = judge(trial, result)
+    assert judgement.message.startswith("the largest error of a row")
+    assert judgement.metrics["wrong_rows"] == 1
+    assert judgement.metrics["rest_ratio"] <= 1
+
+
+def test_a_nan_in_place_of_a_number_is_an_infinite_error(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    _, batch = data(trial)
+    result = batch.out.clone()
+    result[3, 1] += 2
+    result[3, 2] = float("nan")
+    judged = judge_bits(
+        trial,
+        batch,
+        result,
+        batch.out,
+        oracle=OracleName.EXACT,
+        failure=Failure.WRONG_ANSWER,
+        claim="the base",
+    )
+    assert judged is not None
+    # a listed finding limits both
+    assert judged.metrics["differing"] == 2
+    assert judged.metrics["largest"] > torch.finfo(torch.float32).max

@@ -167,6 +167,14 @@ class SumsOverPadding(Masked):
         return super().apply(x + x.sum() * 0, out)
 
 
+class WritesPastTheLastColumn(Masked):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        end = out.storage_offset() + (len(out) - 1) * out.stride(0) + out.shape[1]
+        out.as_strided((1,), (1,), end).fill_(0)
+        return out
+
+
 class RemembersAnEmptyCapture(Masked):
     """Where no adapter is loaded when it is captured, nothing is captured."""
 
@@ -259,6 +267,11 @@ def test_what_a_capture_freezes_is_wrong_for_the_step(
     instance: type[Masked], oracle: OracleName, machine: Machine
 ) -> None:
     assert verdict(instance, oracle, machine, Execution.GRAPH) is Verdict.FAIL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_a_replay_writes_around_its_output_is_seen(machine: Machine) -> None:
+    assert verdict(WritesPastTheLastColumn, OracleName.CANARY, machine) is Verdict.FAIL
 
 
 @pytest.mark.parametrize("machine", MACHINES)

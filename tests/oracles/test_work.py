@@ -41,6 +41,11 @@ def dot_kernel(x, y, out):
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
 
 
+@triton.jit
+def add_kernel(target):
+    tl.atomic_add(target + tl.arange(0, 16), 1.0)
+
+
 def copy(values: int) -> None:
     copy_kernel[(triton.cdiv(values, 16),)](torch.zeros(values), torch.zeros(values), values, 16)
 
@@ -91,6 +96,12 @@ def test_operations_of_a_dot_are_counted() -> None:
     with counted_work() as work:
         dot_kernel[(1,)](torch.ones(16, 16), torch.ones(16, 16), torch.empty(16, 16))
     assert (work.dot_operations, work.bytes_loaded) == (2 * 16**3, 2 * 16 * 16 * 4)
+
+
+def test_what_is_added_atomically_counts_as_loaded_and_as_stored() -> None:
+    with counted_work() as work:
+        add_kernel[(2,)](torch.zeros(16))
+    assert (work.bytes_loaded, work.bytes_stored) == (2 * 16 * 4, 2 * 16 * 4)
 
 
 def test_nothing_is_counted_afterwards() -> None:

@@ -44,6 +44,7 @@ from .wrong_dense import (
     LoadsWithoutReset,
     NeighboursA,
     OverwritesOutput,
+    OverwritesZerosOfBaseRows,
     PreparesOnTop,
     ReadsBaseRows,
     ReadsDeadRanks,
@@ -61,6 +62,7 @@ from .wrong_dense import (
     UnloadsTheSlotBeforeToo,
     WipesInfOfTheBase,
     WipesNanOfTheBase,
+    WritesAsManyRowsAsBefore,
     WritesPastTheLastColumn,
     ZeroAddedBehindTheFirstColumn,
     ZeroAddedToBaseRows,
@@ -156,6 +158,7 @@ WRONG = [
     (OracleName.SEQUENCE, Failure.STALE_STATE, KnowsAMappingByItsSum),
     (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsMappingWithAllInstances),
     (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsScales),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, WritesAsManyRowsAsBefore),
 ]
 
 
@@ -180,9 +183,12 @@ def test_a_zero_that_is_added_to_base_rows_passes_where_the_subject_says_so(
         assert judge(said, oracle, seed).verdict is Verdict.PASS
 
 
-def test_no_other_delta_of_base_rows_passes_for_a_subject_that_adds_zero_to_them() -> None:
+@pytest.mark.parametrize("instance", [DeltaForBaseRows, OverwritesZerosOfBaseRows])
+def test_no_other_delta_of_base_rows_passes_for_a_subject_that_adds_zero_to_them(
+    instance: type[DenseDelta],
+) -> None:
     for seed in range(6):
-        said = Subject(DeltaForBaseRows, adds_zero_to_base_rows=True)
+        said = Subject(instance, adds_zero_to_base_rows=True)
         judgement = judge(said, OracleName.BASE_ROWS, seed)
         assert judgement.failure is Failure.BASE_ROW_CHANGED, (seed, judgement)
 

@@ -79,6 +79,13 @@ class ZeroAddedToTheLastColumnOfSliceZero(DenseDelta):
         return out
 
 
+class OverwritesZerosOfBaseRows(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        base = out[self.token_slots < 0]
+        out[self.token_slots < 0] = torch.where(base == 0, 1.0, base)
+        return super().apply(x, out)
+
+
 class WipesNanOfTheBase(DenseDelta):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         return torch.nan_to_num(super().apply(x, out), posinf=torch.inf, neginf=-torch.inf, out=out)
@@ -231,6 +238,19 @@ class LoadsWithoutReset(DenseDelta):
             b[:, :rank] = own[slot, :, :rank]
             kept.append((a, b, scale))
         self.slots[slot] = kept
+
+
+class WritesAsManyRowsAsBefore(DenseDelta):
+    """Behind the rows of a smaller batch it writes where those of a larger one were."""
+
+    most = 0
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        self.most = max(self.most, len(x))
+        if self.most > len(x):
+            out.as_strided((len(x) + 1, out.shape[1]), out.stride())[len(x)] = 0
+        return out
 
 
 class KeepsAnAbsentSlice(DenseDelta):
