@@ -319,6 +319,16 @@ class JoinsAtOnce(Layer):
         return self.joined(functional.linear(x, self.base.weight, self.base.bias))
 
 
+class OverlapsInItsFirstStep(JoinsAtOnce):
+    """Later steps run one stream after the other."""
+
+    steps = 0
+
+    def dual(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return Layer.dual(self, x) if self.steps == 1 else super().dual(x)
+
+
 class UninitialisedDelta(Layer):
     """Rows without an adapter are left out of a delta that nothing has set to zero."""
 

@@ -16,8 +16,8 @@ from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.matrix.case import Bias, Case, Dtype, Mix, Ranks, Site
 from loragate.oracles.numeric.compare import row_findings, tail
-from loragate.oracles.numeric.errors import MANTISSA, RowErrors, half_ulp
-from loragate.oracles.numeric.golden import eager, folded
+from loragate.oracles.numeric.errors import MANTISSA, RowErrors, half_ulp, row_errors
+from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
 from loragate.oracles.numeric.zscore import FOURTH_MOMENT, act_in_common
 from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial
@@ -83,6 +83,17 @@ def test_a_scale_that_drowns_in_the_rounding_of_each_element_is_seen(
         assert judgement.failure is Failure.WRONG_ANSWER, judgement
         assert judgement.metrics["ratio"] < 1
         assert judgement.metrics["bias"] == pytest.approx(scale - 1, rel=0.3)
+
+
+def test_many_features_hide_no_scale(make_trial: Callable[..., Trial]) -> None:
+    axes = LARGE | {"in_features": 4096, "mix": Mix.SINGLE, "ranks": Ranks.FULL}
+    for seed in range(2):
+        trial = make_trial(seed=seed, dtype=Dtype.BF16, **axes)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+        result = replace(ONCE, scale=1.005).of(pool, batch)
+        judgement = judge_result(trial, pool, batch, base, result)
+        assert "too large" in judgement.message, judgement
+        assert judgement.metrics["ratio"] < 1
 
 
 def test_sums_that_are_truncated_are_seen(make_trial: Callable[..., Trial]) -> None:
@@ -206,6 +217,21 @@ def test_a_base_product_may_round_more_parts_than_a_plain_one_and_in_other_rows(
     assert judge_result(trial, pool, batch, base, worse).failure is Failure.WRONG_ANSWER
     monkeypatch.setattr(functional, "linear", lambda *operands: right.to(batch.x.dtype))
     assert judge_result(trial, pool, batch, base, result).failure is Failure.WRONG_ANSWER
+
+
+def test_a_base_product_that_is_rounded_once_excuses_nothing_else(
+    make_trial: Callable[..., Trial],
+) -> None:
+    for dtype in NARROW:
+        trial = make_trial(seed=1, dtype=dtype, site=Site.LORA_LINEAR, **LARGE)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+        right = golden(pool, batch, base)
+        rounded = right.base.to(batch.x.dtype)
+        alone = row_errors(trial.case, right, batch.out, batch.out)
+        beside = row_errors(trial.case, right, batch.out, batch.out, (rounded, rounded))
+        # bf16 by way of fp32 is rounded twice
+        torch.testing.assert_close(beside.bound_sq, alone.bound_sq, rtol=1e-3, atol=0)
+        torch.testing.assert_close(beside.bound_max, alone.bound_max, rtol=1e-3, atol=0)
 
 
 def test_products_of_a_delta_net_may_round_as_those_that_write_columns_of_its_output(

@@ -105,6 +105,12 @@ class BufferForEachCall(Steady):
         return out.add_(delta.squeeze(-1))
 
 
+class TwoBuffersForEachCall(BufferForEachCall):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.delta = torch.empty_like(self.delta)
+        return super().apply(x, out)
+
+
 class TableForEachStep(Steady):
     def prepare(self, token_slots: Tensor) -> None:
         self.table = torch.empty_like(self.table)
@@ -283,6 +289,14 @@ def test_memory_that_each_step_keeps_fails_although_a_step_may_use_as_much(
     assert judgement.message.startswith("apply keeps 4224 bytes more after each step: result of")
     for instance in (BufferForEachCall, WorkspaceOfEachStep, WorkspaceOfTheFirstStep):
         assert ORACLE.judge(make_trial(instance, 0, promises)).verdict is Verdict.PASS
+
+
+def test_buffers_of_a_step_count_together(make_trial: Callable[..., Trial]) -> None:
+    # each of the two has as many bytes as a step may allocate
+    for allowed, failure in ((4224, Failure.ALLOCATION), (2 * 4224, None)):
+        promises = PROMISES | {"hot_path": frozenset(), "allocates": lambda case, n=allowed: n}
+        judgement = ORACLE.judge(make_trial(TwoBuffersForEachCall, 1, promises, mix=Mix.SHUFFLED))
+        assert judgement.failure is failure, judgement
 
 
 def test_only_what_is_promised_is_judged_besides_waits_in_apply(

@@ -17,6 +17,8 @@ from loragate.oracles import ORACLES
 from loragate.protocol import HotPath, Pool, Trial
 from loragate.run.trial import run_trial
 
+from .stream_layers import Layer, OverwritesTheInput
+
 ORACLE = ORACLES[OracleName.INVENTORY]
 PROMISES = {"hot_path": frozenset({HotPath.CAPTURES_ANY_MAPPING})}
 
@@ -175,6 +177,15 @@ def test_a_graph_that_is_right_for_its_own_batch_only_fails(
         judgement = judge(instance, seed, make_trial)
         assert judgement.failure is Failure.WRONG_GRAPH, judgement
         assert message in judgement.message
+
+
+def test_nodes_of_one_graph_that_share_bytes_without_a_path_fail(
+    judge_streams: Callable[..., Judgement],
+) -> None:
+    assert judge_streams(Layer, OracleName.INVENTORY).verdict is Verdict.PASS
+    judgement = judge_streams(OverwritesTheInput, OracleName.INVENTORY)
+    assert judgement.failure is Failure.WRONG_GRAPH, judgement
+    assert judgement.where["flaw"] == "unordered pair"
 
 
 def test_a_step_that_waits_for_the_device_cannot_be_captured(

@@ -67,9 +67,17 @@ class ScalesInSteps(Plain):
         return values * (round(scale * 256) / 256)
 
 
+class ReadsNegativeZerosAsNan(Plain):
+    """As formats of 8 bits do that have no negative zero."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(torch.where((x == 0) & x.signbit(), torch.nan, x), out)
+
+
 @pytest.mark.parametrize(
     ("instance", "dtype"),
     [
+        (ReadsNegativeZerosAsNan, Dtype.BF16),
         (SmallScalesFlushed, Dtype.FP16),
         (ScalesInSteps, Dtype.BF16),
         (ScaledSumsRounded, Dtype.FP16),

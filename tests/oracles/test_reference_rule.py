@@ -10,7 +10,7 @@ import torch
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.matrix.case import Dtype, Mix
+from loragate.matrix.case import Dtype, Mix, Ranks
 from loragate.oracles.evidence import judge_bits
 from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
@@ -138,6 +138,23 @@ def test_one_wrong_row_of_a_small_slice_is_seen_and_named(
     )
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_row_whose_elements_are_all_a_little_wrong_is_seen(
+    dtype: Dtype, make_trial: Callable[..., Trial]
+) -> None:
+    # no element is wrong by itself, and in the population one row does not show
+    axes = {"tokens": 64, "slices": (512,), "rank": 16, "slots": 1, "ranks": Ranks.FULL}
+    for seed in range(3):
+        trial = make_trial(seed=seed, dtype=dtype, mix=Mix.SINGLE, **axes)
+        result, right = as_computed(trial), golden(*data(trial)).out
+        rms = (result - right).square().mean().sqrt()
+        signs = 1 - 2 * (torch.arange(512) % 2)
+        result[20] = (right[20] + 8 * rms * signs).to(result.dtype)
+        judgement = judge(trial, result)
+        assert judgement.message.startswith("the rms of a row's errors"), judgement
+        assert judgement.where["token"] == 20
+
+
 def test_one_wrong_element_is_named(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial()
     result = as_computed(trial)
@@ -165,6 +182,22 @@ def test_nan_and_inf_are_reported_before_any_error_is_measured(
     assert judgement.message.startswith(f"1 element is {name} on one side only")
     assert judgement.where["token"] == 7
     assert judgement.where["column"] == 2
+
+
+@pytest.mark.parametrize("row", [0, 7, 23])
+def test_every_piece_of_a_large_batch_is_judged(
+    row: int, make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a row at a time
+    monkeypatch.setattr("loragate.oracles.numeric.golden._CHUNK", 1)
+    trial = make_trial()
+    result = as_computed(trial)
+    assert judge(trial, result).verdict is Verdict.PASS
+    for value, what in ((result[row, 2] + 2, "the largest"), (torch.nan, "1 element is NaN")):
+        result[row, 2] = value
+        judgement = judge(trial, result)
+        assert judgement.message.startswith(what)
+        assert (judgement.where["token"], judgement.where["column"]) == (row, 2)
 
 
 def test_a_nan_that_belongs_there_is_no_error(make_trial: Callable[..., Trial]) -> None:

@@ -19,6 +19,7 @@ from .stream_layers import (
     JoinsAtOnce,
     KeptByRecordStream,
     Layer,
+    OverlapsInItsFirstStep,
     Serialised,
     TwoForks,
     WaitsForTheSide,
@@ -75,6 +76,12 @@ def test_streams_that_wait_for_each_other_do_not_overlap(
     judgement = judge_streams(layer, OVERLAP, machine=machine)
     assert judgement.failure is Failure.SERIALISED
     assert "side stream 1" in judgement.message
+
+
+def test_every_step_must_overlap(judge_streams: Callable[..., Judgement]) -> None:
+    judgement = judge_streams(OverlapsInItsFirstStep, OVERLAP)
+    assert judgement.failure is Failure.SERIALISED
+    assert judgement.message.startswith("step 1: ")
 
 
 @needs_gpu
