@@ -74,6 +74,14 @@ class Layer:
         return (y.float() + self.delta).to(y.dtype)
 
 
+class RoundsOnTwoStreams(Layer):
+    """In any order of the streams, and not on one of them."""
+
+    def joined(self, y: Tensor) -> Tensor:
+        result = super().joined(y)
+        return result if self.side is None else result + 1
+
+
 class WithoutFork(Layer):
     """The side does not wait for the input, which the main stream has just written."""
 

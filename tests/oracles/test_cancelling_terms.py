@@ -32,7 +32,7 @@ from loragate.oracles.numeric.exact import Exact
 from loragate.oracles.numeric.golden_layer import golden_of
 from loragate.protocol import Pool, Rounding, Routes, Trial
 from loragate.subjects.torch.moe_layer import Factors, MoELayer, Rank
-from loragate.subjects.torch.subject import TorchSubject
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 DENSE = Case(
@@ -85,6 +85,19 @@ def test_a_delta_that_is_rounded_before_it_is_added_is_seen(case: Case) -> None:
     assert (found.verdict, found.failure) == (Verdict.FAIL, Failure.WRONG_ANSWER)
     assert "from what is left when large terms cancel" in found.message
     assert judge(case, Rounding.SHRUNK, Rounding.DELTA).verdict is Verdict.PASS
+
+
+class OneIsNotANumber(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        result = super().apply(x, out)
+        result[-1, -1] = torch.nan
+        return result
+
+
+def test_a_result_that_is_not_a_number_is_not_exact(make_trial: Callable[..., Trial]) -> None:
+    assert Exact().judge(make_trial(DenseDelta)).verdict is Verdict.PASS
+    found = Exact().judge(make_trial(OneIsNotANumber))
+    assert found.failure is Failure.WRONG_ANSWER, found
 
 
 @pytest.mark.parametrize("case", LAYERS)

@@ -20,6 +20,7 @@ from .stream_layers import (
     KeptByRecordStream,
     Layer,
     OverlapsInItsFirstStep,
+    RoundsOnTwoStreams,
     Serialised,
     TwoForks,
     WaitsForTheSide,
@@ -76,6 +77,16 @@ def test_streams_that_wait_for_each_other_do_not_overlap(
     judgement = judge_streams(layer, OVERLAP, machine=machine)
     assert judgement.failure is Failure.SERIALISED
     assert "side stream 1" in judgement.message
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_form_on_two_streams_gives_the_bits_of_that_on_one(
+    machine: Machine | None, judge_streams: Callable[..., Judgement]
+) -> None:
+    assert judge_streams(RoundsOnTwoStreams, RACE, machine=machine).verdict is Verdict.PASS
+    judgement = judge_streams(RoundsOnTwoStreams, SCHEDULE, machine=machine)
+    assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+    assert "the sequential form" in judgement.message
 
 
 def test_every_step_must_overlap(judge_streams: Callable[..., Judgement]) -> None:
