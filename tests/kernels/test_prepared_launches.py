@@ -66,10 +66,6 @@ def test_operands_that_are_alike_are_planned_once_and_each_launch_gets_its_own()
     assert len(operation.kernel.made) == 3
 
 
-def shifted() -> Tensor:
-    return torch.zeros(17)[1:].view(4, 4)
-
-
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "rows": lambda: {"x": aligned(5)},
     # of other distances between rows, and of other ones between columns alone
@@ -77,7 +73,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "columns": lambda: {"x": torch.zeros(32).as_strided((4, 4), (4, 2))},
     "dtype": lambda: {"x": aligned(dtype=torch.int32)},
     "device": lambda: {"x": aligned().to("meta")},
-    "alignment": lambda: {"x": shifted()},
+    "alignment": lambda: {"x": torch.zeros(17)[1:].view(4, 4)},
     "none": lambda: {"x": None},
     "constant": lambda: {"constants": (8,)},
     "tuning": lambda: {"tuning": replace(DEFAULT)},
@@ -101,6 +97,17 @@ def test_operands_that_differ_in_anything_that_a_plan_reads_are_planned_anew(
     assert operation.calls == 2
     operation(*operands, **first)
     assert operation.calls == 2
+
+
+def test_the_address_of_an_operand_decides_and_not_its_place_in_its_memory() -> None:
+    operation, memory = Operation(), torch.zeros(32)
+    for x in (aligned(), memory[4:20].view(4, 4), memory[8:24].view(4, 4)):
+        operation(x)
+    assert operation.calls == 1
+    # its memory begins with it
+    elsewhere = torch.from_numpy(memory.numpy()[1:17]).view(4, 4)
+    operation(elsewhere)
+    assert (operation.calls, elsewhere.storage_offset()) == (2, 0)
 
 
 def test_another_plan_of_the_same_operands_is_another_operation() -> None:
