@@ -78,6 +78,12 @@ class BySquare(ByLiveRows):
         return super().amount() ** 2 // 64
 
 
+class OneMoreInTheSecondTile(ByLiveRows):
+    def amount(self) -> int:
+        rows = super().amount()
+        return rows + (rows > 128)
+
+
 def trial_of(make_trial: Callable[..., Trial], instance: type[DenseDelta], **axes: Any) -> Trial:
     shape = {"tokens": 9, "in_features": 8, "slices": (8,), "rank": 2, "slots": 6}
     promises = {"work_follows_tiles": True}
@@ -117,6 +123,7 @@ def test_nothing_is_counted_afterwards() -> None:
         (ByLoadedSlots, {"mix": Mix.LAST_SLOT}, "empty idle slots"),
         (BySlotNumbers, {"mix": Mix.RAGGED}, "in place of"),
         (BySquare, {"tokens": 260}, "growth in proportion"),
+        (OneMoreInTheSecondTile, {"tokens": 260}, "growth in proportion"),
     ],
 )
 def test_work_that_does_not_follow_from_the_tiles_fails(
