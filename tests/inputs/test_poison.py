@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from loragate.inputs.poison import marked_allocations
+from loragate.inputs.poison import marked_allocations, poisoned_allocations, zeroed_allocations
 
 _MEMORY: Any = torch.utils.deterministic
 _LARGEST = torch.iinfo(torch.int32).max
@@ -29,6 +31,27 @@ def test_fresh_memory_holds_nan_and_the_largest_integer() -> None:
             assert torch.empty(3, dtype=torch.int32).tolist() == [_LARGEST] * 3
     finally:
         _MEMORY.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda like: torch.empty(3),
+        # looked up when it is called
+        lambda like: torch.empty_like(like),
+        lambda like: torch.empty_strided((3,), (1,)),
+        lambda like: like.new_empty(3),
+        lambda like: like.new_empty_strided((3,), (1,)),
+    ],
+    ids=["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"],
+)
+def test_every_way_to_fresh_memory_is_filled(allocate: Callable[[Tensor], Tensor]) -> None:
+    like = torch.ones(3)
+    with poisoned_allocations():
+        assert allocate(like).isnan().all()
+    # may be the memory that was just given back, which holds NaN
+    with zeroed_allocations():
+        assert allocate(like).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
