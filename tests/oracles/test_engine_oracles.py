@@ -436,11 +436,12 @@ def test_a_repeat_of_a_trial_runs_the_engine_again_and_its_oracles_share_a_run(
         return right
 
     monkeypatch.setattr(session, "collect", collect)
-    subject = TransformersSubject()
+    # a process keeps its subject
+    subject = CheckedSubject(TransformersSubject())
     have = subject.capabilities(CPU)
     assert not isinstance(have, str)
     for _ in range(2):
-        run_trial(Trial(CASE, CheckedSubject(subject), have, CPU, seed=3))
+        run_trial(Trial(CASE, subject, have, CPU, seed=3))
     assert len(collected) == 2
 
 

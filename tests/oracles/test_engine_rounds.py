@@ -305,6 +305,14 @@ def test_rows_that_move_and_ends_that_are_missed_show_in_the_tokens_of_a_batch_t
     assert message in judgement.message
 
 
+def test_tokens_behind_the_end_of_some_answers_have_no_error_that_a_finding_could_list(
+    ending: World,
+) -> None:
+    found = evidence_of(ending, GoingOn)
+    assert 0 < len(found.report.defects) < len(ending.batch)
+    assert dict(judged_tokens(found).metrics) == {"defects": float(len(found.report.defects))}
+
+
 class WithLogprobs(Speaking):
     """Says the probabilities of the reference, but of one call those without an adapter."""
 
