@@ -67,6 +67,14 @@ class ScalesInSteps(Plain):
         return values * (round(scale * 256) / 256)
 
 
+class LargeResultsClamped(Plain):
+    """Keeps results below a sixteenth of the largest number that the data may have."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        most = 2.0**12 if out.dtype is torch.float16 else 2.0**116
+        return super().apply(x, out).clamp_(-most, most)
+
+
 class ReadsNegativeZerosAsNan(Plain):
     """As formats of 8 bits do that have no negative zero."""
 
@@ -79,6 +87,8 @@ class ReadsNegativeZerosAsNan(Plain):
     [
         (ReadsNegativeZerosAsNan, Dtype.BF16),
         (SmallScalesFlushed, Dtype.FP16),
+        (LargeResultsClamped, Dtype.FP16),
+        (LargeResultsClamped, Dtype.BF16),
         (ScalesInSteps, Dtype.BF16),
         (ScaledSumsRounded, Dtype.FP16),
         (SmallSumsFlushed, Dtype.FP16),
