@@ -12,10 +12,10 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Bias, Case, ExpertMap, Quantisation, RouterWeights, Site
+from loragate.matrix.case import Bias, Case, ExpertMap, Mix, Quantisation, RouterWeights, Site
 from loragate.oracles import ORACLES
 from loragate.protocol import BaseLayer, Batch, Pool, Routes, Trial
-from loragate.subjects.torch.subject import TorchSubject
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXPERTS: dict[str, Any] = {"experts": 4, "top_k": 2, "router": RouterWeights.OUTPUT}
@@ -83,3 +83,20 @@ def test_a_changed_element_of_any_tensor_fails(site: str, make_trial: Callable[.
         assert judgement.failure is Failure.FOREIGN_MEMORY
         assert judgement.message.startswith("the step changed 1 element of "), names[number]
         number += 1
+
+
+class AddsToBaseRows(DenseDelta):
+    """Changes rows of its input that no adapter uses."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        x[self.token_slots < 0] += 1
+        return super().apply(x, out)
+
+
+def test_a_number_added_to_what_must_not_be_read_fails_although_poison_hides_it(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(AddsToBaseRows, mix=Mix.RAGGED, tokens=12, in_features=16)
+    judgement = ORACLES[OracleName.CANARY].judge(trial)
+    assert judgement.failure is Failure.FOREIGN_MEMORY, judgement
+    assert judgement.message.endswith(" of x")
