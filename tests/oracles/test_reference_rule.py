@@ -10,8 +10,11 @@ import torch
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Dtype, Mix, Ranks
 from loragate.oracles.evidence import judge_bits
+from loragate.oracles.numeric.compare import population_finding, populations
+from loragate.oracles.numeric.errors import row_errors
 from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
 from loragate.protocol import Batch, Pool, Trial
@@ -249,6 +252,19 @@ def test_rows_without_adapter_may_not_move_at_all(make_trial: Callable[..., Tria
     judgement = judge(trial, result)
     assert judgement.verdict is Verdict.FAIL
     assert judgement.where["slot"] == -1
+
+
+def test_any_error_of_rows_that_nothing_rounds_is_infinitely_many_times_too_large(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(mix=Mix.ALL_BASE, slices=(8,))
+    pool, batch = data(trial)
+    batch.out.zero_()
+    for error, ratio in ((0.0, 0.0), (1e-6, float("inf"))):
+        errors = row_errors(trial.case, golden(pool, batch), batch.out, batch.out + error)
+        (group,) = populations(trial.case, pool, out_rows(batch), errors)
+        assert group.threshold == 0
+        assert population_finding(group, errors).ratio == ratio
 
 
 def test_a_failure_says_how_many_rows_are_wrong_and_how_right_the_others_are(
