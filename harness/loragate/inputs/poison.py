@@ -18,6 +18,7 @@ from torch import Tensor
 _ALLOCATORS = (
     (torch, "empty"),
     (torch, "empty_like"),
+    (torch, "empty_permuted"),
     (torch, "empty_strided"),
     (Tensor, "new_empty"),
     (Tensor, "new_empty_strided"),
@@ -73,7 +74,11 @@ def _filling(
 def _poison(tensor: Tensor) -> Tensor:
     if tensor.device.type == "meta" or not tensor.numel():
         return tensor
-    if tensor.is_floating_point():
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        # two numbers in a byte, which torch cannot fill; none of them is NaN
+        tensor.view(torch.uint8).fill_(0x7F)
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype is torch.bool:
         return tensor.fill_(True)
