@@ -203,7 +203,7 @@ def test_it_supports_everything_in_the_interpreter() -> None:
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
-    from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+    from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
     from lorakernels.dense.weights import SlotWeights
 
     trial = trial_of(replace(CASE, slots=1, ranks=Ranks.MIXED))
@@ -220,9 +220,9 @@ def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset
     )
     weights.a.fill_(7)
     clean = make_pool(trial.case, 5, DataKind.EXACT, trial.machine, trial.capabilities)
-    keep_dead_nan(weights, 0, clean)
+    spoil_dead_ranks(weights, 0, clean)
     assert (weights.a == 7).all()
-    keep_dead_nan(weights, 0, pool)
+    spoil_dead_ranks(weights, 0, pool)
     # one slice is full, the other absent
     assert sorted(pool.ranks[0]) == [0, 6]
     full, absent = pool.ranks[0].index(6), pool.ranks[0].index(0)

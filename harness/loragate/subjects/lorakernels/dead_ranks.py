@@ -1,4 +1,4 @@
-"""NaN in the ranks of the slot buffers of lorakernels that an adapter does not use."""
+"""What the slot buffers of lorakernels hold in the ranks that an adapter does not use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from lorakernels.common.sizes import rank_vector
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.moe.weights import ExpertWeights
 
+# finite, and far from zero in each dtype
+_LEFT_OVER = 3.0
 
-def keep_dead_nan(weights: SlotWeights | ExpertWeights, slot: int, pool: Pool) -> None:
-    """Make dead ranks of the buffers NaN where they are NaN in the pool. Zeros are not copied: the
+
+def spoil_dead_ranks(weights: SlotWeights | ExpertWeights, slot: int, pool: Pool) -> None:
+    """Where dead ranks are NaN in the pool, make those of the buffers what they may hold at worst:
+    NaN, and in the vector of B that has the last live rank a number. Zeros are not copied: the
     reset of the slot has to write them."""
     start, vector = 0, rank_vector(weights.rank)
     for part, width in enumerate(weights.slice_widths):
@@ -19,6 +23,7 @@ def keep_dead_nan(weights: SlotWeights | ExpertWeights, slot: int, pool: Pool) -
         weights.a[slot, ..., part, rank:, :].masked_fill_(poisoned, float("nan"))
         # B is read in vectors of ranks: nothing is read after the last live vector
         behind = -(-rank // vector) * vector
-        columns = weights.b[slot, ..., start : start + width, behind:]
-        columns.masked_fill_(poisoned, float("nan"))
+        columns = weights.b[slot, ..., start : start + width, :]
+        columns[..., rank:behind].masked_fill_(poisoned, _LEFT_OVER)
+        columns[..., behind:].masked_fill_(poisoned, float("nan"))
         start += width

@@ -10,7 +10,7 @@ from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import Buffers, Case, Loading
 from loragate.protocol import Pool
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.factors import factors
 from loragate.subjects.lorakernels.mapping import Mapping
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
@@ -34,7 +34,7 @@ class DenseDelta(Mapping):
         else:
             parts = factors(pool, slot)
             self.weights.load(slot, [parts.get(part) for part in range(len(pool.b))])
-        keep_dead_nan(self.weights, slot, pool)
+        spoil_dead_ranks(self.weights, slot, pool)
 
     def unload(self, slot: int) -> None:
         self.weights.reset(slot)

@@ -11,7 +11,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Cut
 from loragate.protocol import BaseLayer, Pool
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.factors import factors
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from lorakernels.dense.ops import DenseWorkspace
@@ -44,7 +44,7 @@ class Embedding(Mapping):
         own = factors(pool, slot)
         for layer in self.ranks:
             layer.load_adapter(slot, {_NAME: own[0]} if own else {})
-            keep_dead_nan(layer.slots, slot, pool)
+            spoil_dead_ranks(layer.slots, slot, pool)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:

@@ -15,7 +15,7 @@ from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Products, Streams
 from loragate.matrix.delta_net import columns_of, delta_net
 from loragate.protocol import BaseLayer, Pool
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.factors import factors
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from lorakernels.dense.ops import DenseWorkspace
@@ -58,7 +58,7 @@ class DeltaNetInput(Mapping):
         parts = {self.names[part]: own for part, own in factors(pool, slot).items()}
         for layer in self.ranks:
             layer.load_adapter(slot, parts)
-            keep_dead_nan(layer.slots, slot, pool)
+            spoil_dead_ranks(layer.slots, slot, pool)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:

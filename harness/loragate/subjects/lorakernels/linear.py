@@ -16,7 +16,7 @@ from torch.nn import functional
 from loragate.core.machine import Machine
 from loragate.matrix.case import Base, Beside, Case, Cut, Parallel, Sharding, Streams
 from loragate.protocol import BaseLayer, Pool
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.factors import factors
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from lorakernels.dense.forms import LinearForm
@@ -48,7 +48,7 @@ class LinearLayer(Mapping):
             layer.load_adapter(slot, factors(pool, slot))
             # a layer with a part of the ranks computes as many as another one has live
             if layer.slots.a.shape[-2] == layer.slots.rank:
-                keep_dead_nan(layer.slots, slot, pool)
+                spoil_dead_ranks(layer.slots, slot, pool)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:

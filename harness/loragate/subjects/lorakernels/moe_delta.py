@@ -12,7 +12,7 @@ from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import Case, Path, Sharing, Write
 from loragate.protocol import Pool, Routes
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.mapping import Mapping
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta, shape_of_batch
@@ -46,7 +46,7 @@ class MoEDelta(Mapping):
 
     def load(self, slot: int, pool: Pool) -> None:
         self.weights.load(slot, expert_factors(pool, slot))
-        keep_dead_nan(self.weights, slot, pool)
+        spoil_dead_ranks(self.weights, slot, pool)
 
     def unload(self, slot: int) -> None:
         self.weights.reset(slot)

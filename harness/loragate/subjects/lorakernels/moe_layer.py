@@ -27,7 +27,7 @@ from loragate.matrix.case import (
     Streams,
 )
 from loragate.protocol import BaseExperts, Pool, Routes
-from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.dead_ranks import spoil_dead_ranks
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import expert_factors
 from lorakernels.common.quantised import Quantised, quantise_rows
@@ -138,8 +138,8 @@ class MoELayer(Mapping):
             layer.load_adapter(slot, parts)
             # a layer with a part of the ranks computes as many as another one has live
             if self.case.sharding is Sharding.BASE:
-                keep_dead_nan(layer.w13_slots, slot, pool)
-                keep_dead_nan(layer.w2_slots, slot, pool.down)
+                spoil_dead_ranks(layer.w13_slots, slot, pool)
+                spoil_dead_ranks(layer.w2_slots, slot, pool.down)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:
