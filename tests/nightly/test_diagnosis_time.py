@@ -34,13 +34,23 @@ _MEASURED = Measured(
 )
 
 
+class _Trials:
+    def __init__(self) -> None:
+        self.count = 0
+        self.paths: dict[str, tuple[str, str]] = {}
+
+    def next_number(self) -> int:
+        self.count += 1
+        return self.count
+
+
 class _Lab:
     """Waves in which all cases but `quiet` give other bits; a diagnosis takes `takes_s`."""
 
     def __init__(self, trial: NewTrial, takes_s: float, *, always_cut: bool = False) -> None:
         self._trial, self._takes_s, self._always_cut = trial, takes_s, always_cut
-        self.seconds, self._count = 0.0, 0
-        self.paths: dict[str, tuple[str, str]] = {}
+        self.seconds = 0.0
+        self.trials = _Trials()
         # the seconds that each diagnosis was given
         self.allowed: list[float] = []
 
@@ -51,15 +61,11 @@ class _Lab:
     def _shown(self, wanted: Any) -> Shown:
         outcome = Outcome.RIGHT if wanted.case == "quiet" else Outcome.DIFFERENT
         names = {"case": wanted.case, "path": wanted.case, "measure": wanted.measure}
-        record = self._trial(self.next_number(), outcome=outcome, **names)
+        record = self._trial(self.trials.next_number(), outcome=outcome, **names)
         return Shown(wanted, (wanted,), _MEASURED, record)
 
-    def next_number(self) -> int:
-        self._count += 1
-        return self._count
-
     def now(self) -> float:
-        return 1000.0 + self._count
+        return 1000.0 + self.trials.count
 
     def investigation(self, *of: object, until: float) -> SimpleNamespace:
         self.allowed.append(until - self.seconds)

@@ -221,7 +221,8 @@ class _Lab:
 
     def __init__(self, trial: NewTrial) -> None:
         self._trial, self._count = trial, 0
-        self.paths: dict[str, tuple[str, str]] = {}
+        # of no case the path is known
+        self.trials = SimpleNamespace(paths={})
 
     def keep_busy(self, wave: Wave, *, until: float, meanwhile: object) -> list[Shown]:
         return [self._shown(wanted) for wanted in wave.processes[0][1]]
