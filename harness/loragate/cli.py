@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from loragate.core.arguments import Parser
 from loragate.core.errors import CommandError
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
@@ -71,12 +72,8 @@ def _fail(command: str, message: str, code: ExitCode) -> int:
     return code.value
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """A parser whose errors name the nearest known choice."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.USAGE.value, f"{self.prog}: {message}\n")
 
     def refuse(self, arguments: Sequence[str], given: Sequence[str]) -> NoReturn:
         """Exit because of `arguments`, those of all `given` ones that no option takes."""

@@ -22,7 +22,7 @@ def of_odds(odds: float) -> float:
 
 
 def wrong(given: Sequence[float], odds: Sequence[float], noise: float) -> WrongLogprobs | None:
-    judged = [Judged(0, 0, 0.0, 1.0, of_odds(own), own) for own in odds]
+    judged = [Judged(0, 0, 0.0, 1.0, own) for own in odds]
     request = Request((1,), None, len(odds))
     answer = Completion((0,) * len(odds), tuple(given))
 

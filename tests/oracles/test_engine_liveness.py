@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 
 from loragate.core.verdict import Failure, Verdict
-from loragate.engine.evidence import Answers, Evidence
-from loragate.engine.report import Report
-from loragate.engine.requests import Completion, EngineCounts
-from loragate.engine.world import World, build_world
+from loragate.engine.requests import EngineCounts
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.engine_case import Ends, Graphs, Speculation, Weights
 from loragate.oracles.engine.liveness import _judged
@@ -28,26 +25,14 @@ CASE = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(CASE, 5, tmp_path_factory.mktemp("world"))
-
-
-def evidence(world: World, counts: EngineCounts) -> Evidence:
-    said = Completion((1,))
-    answers = Answers((said,), (said,), said, exchange=None, counts=counts)
-    report = Report(1, 0, noise=0.1, measured=0.1, defects=(), requests=1, matches=1)
-    return Evidence(world, answers, report)
-
-
 @pytest.mark.parametrize(
     "count", ["drafts_accepted", "drafts_rejected", "graphs_replayed", "kernels_launched"]
 )
-def test_each_count_that_the_case_asks_for_must_be_above_0(world: World, count: str) -> None:
-    assert _judged(CASE, evidence(world, COUNTED)).verdict is Verdict.PASS
+def test_each_count_that_the_case_asks_for_must_be_above_0(count: str) -> None:
+    assert _judged(CASE, COUNTED).verdict is Verdict.PASS
     # no graph either, of which captured kernels would be launched
     changes = {count: 0} if count != "kernels_launched" else {count: 0, "kernels_captured": 0}
-    found = _judged(CASE, evidence(world, replace(COUNTED, **changes)))
+    found = _judged(CASE, replace(COUNTED, **changes))
     assert (found.verdict, found.failure) == (Verdict.FAIL, Failure.IDLE)
     assert count.replace("_", " ") in found.message
 
@@ -64,15 +49,14 @@ def test_each_count_that_the_case_asks_for_must_be_above_0(world: World, count: 
     ],
 )
 def test_graphs_of_decode_steps_are_not_asked_for_where_drafts_come_by_chance(
-    world: World, graphs: Graphs, speculation: Speculation, weights: Weights, verdict: Verdict
+    graphs: Graphs, speculation: Speculation, weights: Weights, verdict: Verdict
 ) -> None:
     case = replace(CASE, graphs=graphs, speculation=speculation, weights=weights)
-    found = _judged(case, evidence(world, replace(COUNTED, graphs_replayed=0)))
+    without = replace(COUNTED, graphs_replayed=0)
+    found = _judged(case, without)
     assert found.verdict is verdict
     assert ("graphs replayed" in found.metrics) is (verdict is Verdict.FAIL)
     # answers that end early leave fewer steps in which all requests have drafts
-    ended = _judged(
-        replace(case, ends=Ends.STOP), evidence(world, replace(COUNTED, graphs_replayed=0))
-    )
+    ended = _judged(replace(case, ends=Ends.STOP), without)
     by_chance = (graphs, speculation) == (Graphs.FULL_DECODE, Speculation.NGRAM)
     assert ended.verdict is (Verdict.PASS if by_chance else Verdict.FAIL)

@@ -6,13 +6,12 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from loragate.compile_leg.baseline import BaselineError
 from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.leg import ARCHS, BASELINE, SettingsError, describe, record, run
 from loragate.compile_leg.releases import record_under
-from loragate.core.arguments import path_of
+from loragate.core.arguments import Parser, path_of
 from loragate.core.errors import exit_code_of
 from loragate.core.files import check_writable
 from loragate.core.verdict import ExitCode, Verdict
@@ -23,13 +22,6 @@ _EXIT_CODES = {
     Verdict.FAIL: ExitCode.WRONG,
     Verdict.INFRA: ExitCode.INFRASTRUCTURE,
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        # that of argparse, 2, would mean that something was not judged
-        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
 
 
 class _Printer:
@@ -64,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m loragate.compile_leg",
         description="Compile every kernel without a GPU and judge its resources.",
     )

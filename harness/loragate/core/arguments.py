@@ -1,13 +1,25 @@
-"""Types of command-line arguments that argparse and pytest share."""
+"""Types of command-line arguments that argparse and pytest share, and the parser of commands."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
+
+from loragate.core.verdict import ExitCode
 
 # what Python turns into a number at once
 _MOST_DIGITS = 18
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage exits with 4: that of argparse, 2, would mean that something was not judged."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE.value, f"{self.prog}: {message}\n")
 
 
 def path_of(text: str) -> Path:

@@ -53,20 +53,23 @@ class ClearPrompts:
             request = replace(request, prompt=tuple(prompt))
         return replace(asked, request=request)
 
-    def answer(self, request: Request) -> list[int]:
-        """Of a prompt that was made clear."""
-        reference = self._reference(request.adapter)
-        return reference.sure_answer(request.prompt, request.new_tokens, self._least)
+    def answer(self, asked: Asked) -> list[int]:
+        """To a prompt that was made clear."""
+        return self._sure_answer(asked.request)
 
     def _is_clear(self, request: Request, others: Sequence[str]) -> bool:
         answers = []
         for name in (request.adapter, *others):
-            reference = self._reference(name)
-            answer = reference.sure_answer(request.prompt, request.new_tokens, self._least)
+            answer = self._sure_answer(replace(request, adapter=name))
             if len(answer) < request.new_tokens:
                 return False
             answers.append(answer)
         return len(set(answers[0])) >= _LEAST_DISTINCT
+
+    def _sure_answer(self, request: Request) -> list[int]:
+        """Up to the first token that is not clear."""
+        reference = self._reference(request.adapter)
+        return reference.sure_answer(request.prompt, request.new_tokens, self._least)
 
     def _token(self) -> int:
         cycle, place = (self._random.randrange(n) for n in (self._language.cycles, PLACES))

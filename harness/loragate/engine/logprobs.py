@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from loragate.engine.reference import Judged, Reference, log_odds
+from loragate.engine.reference import Judged, Reference, log_odds, log_sigmoid
 from loragate.engine.report import WrongLogprobs
 from loragate.engine.requests import Completion, Request
 
@@ -37,12 +37,8 @@ def log_odds_noise(squares: Sequence[float], most: float) -> float:
 
 def _is_right(given: float, odds: float, noise: float) -> bool:
     """Whether a log-probability is one of log-odds within `noise` of these. NaN is none."""
-    low, high = (_log_sigmoid(odds + shift) for shift in (-noise, noise))
+    low, high = (log_sigmoid(odds + shift) for shift in (-noise, noise))
     return low - _LEAST_NOISE <= given <= high + _LEAST_NOISE
-
-
-def _log_sigmoid(odds: float) -> float:
-    return min(odds, 0.0) - math.log1p(math.exp(-abs(odds)))
 
 
 def _error(given: float, wanted: float) -> float:

@@ -29,15 +29,18 @@ class Judged:
     """A token of a request, as the reference sees it.
 
     best: its own token at this place. gap: the logit of `best` minus that of the token.
-    margin: the logit of `best` minus the next one. logprob, log_odds: of the token.
+    margin: the logit of `best` minus the next one. log_odds: of the token.
     """
 
     token: int
     best: int
     gap: float
     margin: float
-    logprob: float
     log_odds: float
+
+    @property
+    def logprob(self) -> float:
+        return log_sigmoid(self.log_odds)
 
 
 class Reference:
@@ -77,11 +80,10 @@ class Reference:
         best = top.indices[:, 0].tolist()
         margins = (top.values[:, 0] - top.values[:, 1]).tolist()
         gaps = (top.values[:-1, 0] - chosen).tolist()
-        logprobs = (chosen - logits[:-1].logsumexp(-1)).tolist()
         odds = log_odds(logits[:-1], tokens).tolist()
-        found = list(map(Judged, known, best[:-1], gaps, margins[:-1], logprobs, odds))
+        found = list(map(Judged, known, best[:-1], gaps, margins[:-1], odds))
         return found + [
-            Judged(token, best[-1], math.inf, margins[-1], -math.inf, -math.inf)
+            Judged(token, best[-1], math.inf, margins[-1], -math.inf)
             for token in answer[len(known) :]
         ]
 
@@ -128,6 +130,11 @@ def log_odds(logits: Tensor, tokens: Tensor) -> Tensor:
     places = tokens[:, None]
     others = logits.scatter(-1, places, -math.inf).logsumexp(-1)
     return logits.gather(-1, places)[:, 0] - others
+
+
+def log_sigmoid(odds: float) -> float:
+    """The log-probability of such log-odds."""
+    return min(odds, 0.0) - math.log1p(math.exp(-abs(odds)))
 
 
 @contextmanager

@@ -6,8 +6,9 @@ all of them say different words.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -136,15 +137,14 @@ def build_world(case: Case, seed: int, root: Path) -> World:
     active = _active(case.active, names[:count])
     other = next((name for name in names if active and name != active[-1]), None)
     batch = draw_batch(case, language, speakers, active, random)
+    answer: Callable[[Asked], list[int]] = partial(_words, language)
     if case.weights is Weights.RANDOM:
         clear = ClearPrompts(root / "model", folders, language, dtype, random)
         *mixed, own = batch
         batch = [*map(clear.made, mixed), clear.made(own, [other] if other else [])]
-        answers = [clear.answer(asked.request) for asked in batch]
-    else:
-        answers = [_words(language, asked) for asked in batch]
+        answer = clear.answer
     if case.ends is Ends.STOP:
-        batch = with_stop(batch, answers)
+        batch = with_stop(batch, [answer(asked) for asked in batch])
     last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
     is_crowded = case.active is Active.BEYOND_SLOTS
     loaded = names if is_crowded or not active else _amid(active[-1], names)

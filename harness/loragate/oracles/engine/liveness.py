@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from loragate.core.sequential import Decision
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.engine.evidence import Evidence
 from loragate.engine.properties import liveness
 from loragate.engine.requests import EngineCounts
 from loragate.matrix.case import Case
@@ -24,11 +23,11 @@ class Liveness:
         return inapplicable(trial)
 
     def judge(self, trial: Trial) -> Judgement:
-        return judged(self.name, trial, lambda evidence: _judged(trial.case, evidence))
+        return judged(self.name, trial, lambda found: _judged(trial.case, found.answers.counts))
 
 
-def _judged(case: Case, evidence: Evidence) -> Judgement:
-    name, wanted = OracleName.LIVENESS, dict(_wanted(case, evidence.answers.counts))
+def _judged(case: Case, counts: EngineCounts) -> Judgement:
+    name, wanted = OracleName.LIVENESS, dict(_wanted(case, counts))
     if not wanted:
         return Judgement(name, Verdict.SKIP, message="the case asks for no counts")
     found = liveness(wanted)
