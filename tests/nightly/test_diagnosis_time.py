@@ -29,7 +29,6 @@ _MEASURED = Measured(
     message="",
     digests=(),
     duration_s=0.1,
-    device="cpu",
     promised=True,
 )
 

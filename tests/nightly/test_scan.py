@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from loragate.core.gpu_health import NoHealth
+from loragate.core.machine import detect_machine
 from loragate.core.verdict import ExitCode
 from loragate.history import History, Outcome, Purpose, ScanRun, TrialRecord, open_history
 from loragate.matrix.case_run import CaseRun
@@ -216,6 +217,15 @@ def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(
     assert crash.failure == "crash"
     assert "SIGKILL" in crash.message
     assert _causes(scanned.trials) == {"Crashing": Cause.ALWAYS}
+
+
+def test_a_trial_that_ends_the_first_process_ran_on_the_device_of_all_others(
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
+) -> None:
+    runs = _runs(["Crashing"], {4})
+    scanned = _scan(tmp_path, processes, runs, scan_run(started_at=time.time()), bool)
+    machine = detect_machine()
+    assert {trial.device for trial in scanned.trials} == {f"{machine.device} {machine.name}"}
 
 
 def _tell_of_trials(told: int) -> None:

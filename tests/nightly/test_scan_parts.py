@@ -47,12 +47,12 @@ def test_a_digest_is_of_the_bits_and_not_of_strides_or_values(dtype: torch.dtype
 
 
 def test_messages_arrive_whole_however_a_pipe_cuts_them() -> None:
-    data = packed(Began(index=1)) + packed(Began(index=2))
+    data = packed(Began(index=1, device="cpu")) + packed(Began(index=2, device="cpu"))
     unpacker = Unpacker()
     heard = [m for k in range(len(data)) for m in unpacker.feed(data[k : k + 1])]
-    assert heard == [Began(index=1), Began(index=2)]
+    assert heard == [Began(index=1, device="cpu"), Began(index=2, device="cpu")]
     # what is torn is never given
-    assert list(Unpacker().feed(data[:-1])) == [Began(index=1)]
+    assert list(Unpacker().feed(data[:-1])) == [Began(index=1, device="cpu")]
 
 
 def _running(folder: Path, conditions: Conditions) -> Running:
@@ -74,7 +74,6 @@ def _right(index: int) -> Measured:
         message="",
         digests=(),
         duration_s=0.1,
-        device="cpu",
         promised=True,
     )
 
@@ -92,7 +91,7 @@ def test_what_is_heard_of_a_trial_costs_the_same_however_many_its_process_has(
     monkeypatch.setattr("loragate.scan.running.Wanted", wanted)
     running = _running(tmp_path, Conditions())
     for index in range(3):
-        running.hear(Began(index=index))
+        running.hear(Began(index=index, device="cpu"))
         assert running.left == tuple(listed[index:])
         running.hear(_right(index))
         assert running.wanted[index].draw == index
@@ -113,7 +112,7 @@ def test_a_process_that_dies_between_trials_is_charged_to_the_one_before(
     running = _running(tmp_path, Conditions())
     process = running.process
     right = _right(1)
-    assert running.hear(Began(index=1)) is None
+    assert running.hear(Began(index=1, device="cpu")) is None
     assert running.hear(right) == right
     process.status = status
     ended = running.hear(None)
@@ -134,14 +133,14 @@ def test_a_hang_says_nothing_where_clocks_run_at_another_speed(
 ) -> None:
     running = _running(tmp_path, Conditions(clock=clock))
     running.order.stacks.write_text("Timeout (0:00:09)!\n", encoding="utf-8")
-    running.hear(Began(index=0))
+    running.hear(Began(index=0, device="cpu"))
     running.process.status = 1
     ended = running.hear(None)
     assert ended is not None
     assert (ended.outcome, ended.failure) == (outcome, Failure.HANG)
     # what ends the process at once is no matter of time
     running.order.stacks.write_text("", encoding="utf-8")
-    running.hear(Began(index=0))
+    running.hear(Began(index=0, device="cpu"))
     running.process.status = -11
     ended = running.hear(None)
     assert ended is not None

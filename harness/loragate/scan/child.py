@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from loragate.core.deadline import deadline, open_crash_file
 from loragate.core.files import lock_of
+from loragate.core.machine import detect_machine
 from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.history.model import Outcome
@@ -56,7 +57,7 @@ def run_order(order: Order) -> None:
     prepare_environment(order.conditions, order)
     stacks = open_crash_file(order.stacks)
     with order.answers.open("wb", buffering=0) as answers:
-        _prepare_device(order)
+        device = _prepare_device(order)
         order.ready(order.number).touch()
         _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
         reserve = _reserve(order)
@@ -64,7 +65,7 @@ def run_order(order: Order) -> None:
             if order.stop.exists():
                 break
             with reserve(footprint_bytes(step.run.case)):
-                answers.write(packed(Began(index=index)))
+                answers.write(packed(Began(index=index, device=device)))
                 if not _tell(answers, order, index, step, stacks):
                     # nothing that this process does from here on would say anything
                     return
@@ -72,15 +73,19 @@ def run_order(order: Order) -> None:
         _keep_company(order, stacks, reserve)
 
 
-def _prepare_device(order: Order) -> None:
-    """Import the subjects and initialise CUDA, which is no part of a trial."""
+def _prepare_device(order: Order) -> str:
+    """Import the subjects and initialise CUDA, which is no part of a trial; the name of the
+    device."""
     import torch
 
     import_subjects({step.run.subject for step in order.steps})
-    if order.conditions.gpu:
-        # the first trial reports what is wrong with it
-        with suppress(RuntimeError):
+    # the first trial reports what is wrong with it
+    with suppress(RuntimeError):
+        if order.conditions.gpu:
             torch.empty(1, device="cuda")
+        machine = detect_machine()
+        return f"{machine.device} {machine.name}"
+    return ""
 
 
 def _reserve(order: Order) -> _Reserve:
@@ -135,14 +140,12 @@ def measure(step: Step, conditions: Conditions, index: int) -> Measured:
         return _not_run(index, Outcome.UNKNOWN, "", trial, begin)
     with _clocks(conditions.clock):
         shown = (_bits if step.measure is Measure.BITS else _judged)(step, trial, conditions)
-    machine = trial.machine
-    if machine.device == "cuda" and shown["failure"] != Failure.CUDA_STICKY:
+    if trial.machine.device == "cuda" and shown["failure"] != Failure.CUDA_STICKY:
         # neighbours need the memory that torch keeps
         torch.cuda.empty_cache()
     return Measured(
         index=index,
         duration_s=_now() - begin,
-        device=f"{machine.device} {machine.name}",
         promised=trial.capabilities.deterministic,
         **shown,
     )
@@ -156,7 +159,6 @@ def _not_run(index: int, outcome: Outcome, failure: str, message: str, begin: fl
         message=message,
         digests=(),
         duration_s=_now() - begin,
-        device="",
         promised=True,
     )
 

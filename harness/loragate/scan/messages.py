@@ -65,9 +65,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Began:
-    """Step `index` begins: what is heard next is its end, or it has ended the process."""
+    """Step `index` begins: what is heard next is its end, or it has ended the process.
+
+    device: what the process runs on, also for a step that ends it; "" where CUDA does not start.
+    """
 
     index: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,6 @@ class Measured:
     message: str
     digests: tuple[str, ...]
     duration_s: float
-    device: str
     promised: bool
     path: str = ""
     path_key: str = ""

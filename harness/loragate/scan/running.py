@@ -26,6 +26,8 @@ class Running:
         self.started = self._begin = started
         # whether it has begun a trial
         self.has_begun = False
+        # what it runs on, once it has begun a trial
+        self.device = ""
         self._began: int | None = None
         self._ended = 0
         # how many trials have ended
@@ -51,6 +53,7 @@ class Running:
         """The end of a trial: told by its process, or with the process itself."""
         if isinstance(message, Began):
             self._began, self._begin, self.has_begun = message.index, time.monotonic(), True
+            self.device = message.device
             return None
         if message is not None:
             self._began, self._ended = None, message.index
@@ -83,6 +86,5 @@ class Running:
             message=end.message,
             digests=(),
             duration_s=end.duration_s,
-            device="",
             promised=True,
         )

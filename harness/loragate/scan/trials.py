@@ -24,7 +24,7 @@ class Trials:
         self.paths: dict[str, tuple[str, str]] = {}
         # of cases that have run in this scan: what the last trial took
         self._seconds: dict[tuple[str, Measure], float] = {}
-        # what a process that died was running on: as the one before it
+        # of the last process that has begun a trial; one that dies earlier would run on the same
         self._device = ""
 
     def next_number(self) -> int:
@@ -48,7 +48,7 @@ class Trials:
         step = each.order.steps[measured.index]
         self._seconds[step.run.run_id, step.measure] = measured.duration_s
         self._note_path(step, measured)
-        self._device = measured.device or self._device
+        self._device = each.device or self._device
         record = self._record(each, measured, purpose)
         self._around.history.add(record)
         return Shown(each.wanted[measured.index], each.wanted, measured, record)
