@@ -17,7 +17,7 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Case, Execution, Site
-from loragate.oracles.numeric.golden import deltas
+from loragate.oracles.numeric.deltas import deltas
 from loragate.protocol import BaseLayer, Batch, Capabilities, Instance, Pool
 
 CPU = Machine("cpu", "test", None, 1, 0)

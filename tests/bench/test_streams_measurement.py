@@ -32,7 +32,7 @@ from loragate.bench.vllm_streams import DualStream, load_fork
 from loragate.core.machine import Machine, detect_machine, select_interpreter
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Case, Site, Source
-from loragate.oracles.numeric.golden import deltas
+from loragate.oracles.numeric.deltas import deltas
 from loragate.protocol import Batch, Pool, Routes
 
 select_interpreter()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.matrix.case import Dtype, Layout, Mix, Parallel, Site
@@ -104,6 +106,35 @@ def test_golden_is_the_definition_element_by_element(
     pool, batch, base = data(trial)
     wanted = torch.tensor(element_by_element(pool, batch, base), dtype=torch.float64)
     torch.testing.assert_close(golden(pool, batch, base).out, wanted, rtol=1e-13, atol=1e-13)
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.MOE_DELTA])
+def test_golden_takes_no_more_operations_for_more_slots(
+    make_trial: Callable[..., Trial], site: Site
+) -> None:
+    # each is a launch on a GPU, which the trials of many workers share
+    counts = []
+    for slots in (2, 40):
+        trial = make_trial(site=site, slots=slots, tokens=80, mix=Mix.SHUFFLED)
+        case, seed = trial.case, trial.seed
+        pool = make_pool(case, seed, DataKind.SIGNED, trial.machine, trial.capabilities)
+        batch = make_batch(case, seed, 0, DataKind.SIGNED, trial.machine)
+        with _Counted() as counted:
+            golden(pool, batch)
+        counts.append(counted.operations)
+    assert 0 < counts[1] < 1.1 * counts[0]
 
 
 def test_golden_keeps_base_and_delta_apart(make_trial: Callable[..., Trial]) -> None:

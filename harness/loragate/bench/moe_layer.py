@@ -25,7 +25,7 @@ from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.inputs.draw import Draw
 from loragate.inputs.pairs import OutRows
 from loragate.matrix.case import Case
-from loragate.oracles.numeric.golden import deltas
+from loragate.oracles.numeric.deltas import deltas
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import Pool, Routes
 

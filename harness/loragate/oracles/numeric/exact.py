@@ -17,7 +17,8 @@ from loragate.inputs.pool import is_small
 from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import Case, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
-from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
+from loragate.oracles.numeric.deltas import deltas
+from loragate.oracles.numeric.golden import chunks, magnitudes
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of, rounds_always
 from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial, subject_code
 
@@ -113,8 +114,12 @@ def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:
         bias = 0.0 if base.bias is None else base.bias.double().abs()
         # abs first: a copy of the weight in fp64 is four times as large
         start = x @ base.weight.abs().double().T + bias
-    assert start.remainder(UNIT).count_nonzero() == 0, "base values off the grid"
     delta = deltas(magnitudes(pool), x, out_rows(batch), torch.float64)
-    assert delta.remainder(UNIT).count_nonzero() == 0, "delta off the grid"
-    top = (start + delta).max().item() if delta.numel() else 0.0
+    if not delta.numel():
+        return
+    off_grid = [values.remainder(UNIT).any().double() for values in (start, delta)]
+    # one copy from the device, for which the host waits
+    of_base, of_delta, top = torch.stack([*off_grid, (start + delta).max()]).tolist()
+    assert not of_base, "base values off the grid"
+    assert not of_delta, "delta off the grid"
     assert top <= EXACT_UNITS * UNIT, f"a sum of magnitudes reaches {top}"

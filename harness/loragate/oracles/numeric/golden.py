@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from loragate.inputs.pairs import OutRows, out_rows, out_rows_of, part_of
 from loragate.matrix.case import Case, Parallel, Site, Write
-from loragate.oracles.numeric.grouped import GroupedRows
+from loragate.oracles.numeric.deltas import deltas, widths_of
 from loragate.protocol import BaseLayer, Batch, Pool
 
 # elements of a chunk: bounds the fp64 temporaries of a large case to a few hundred MiB
@@ -129,62 +129,13 @@ def plain_bases(case: Case, batch: Batch, base: BaseLayer | None) -> tuple[Tenso
     return whole, torch.cat(apart, 1), within
 
 
-def deltas(
-    pool: Pool,
-    x: Tensor,
-    rows: OutRows,
-    dtype: torch.dtype,
-    *,
-    squares: bool = False,
-    smallest: float = 0.0,
-) -> Tensor:
-    """[rows, out_features] in `dtype`: weight * scale * (x @ A.T) @ B.T, zero for rows without
-    a slot. `squares`: each term of the last product squared before it is added up, and none of
-    x @ A.T counted as below `smallest`."""
-    widths = _widths(pool)
-    delta = torch.zeros(len(rows.slots), sum(widths), dtype=dtype, device=x.device)
-    for slot in range(pool.num_slots):
-        own = (rows.slots == slot).nonzero().flatten().to(x.device)
-        if not own.numel():
-            continue
-        mine = rows[own]
-        values, column = x[mine.x_rows].to(dtype), 0
-        grouped = GroupedRows(mine.experts, _num_experts(pool))
-        weights = 1.0 if mine.weights is None else mine.weights.to(dtype)[:, None]
-        for part, width in enumerate(widths):
-            rank, factor = pool.ranks[slot][part], pool.scales[slot][part] * weights
-            a, b = _factors(pool, slot, part)
-            shrunk, b = grouped.times(values, a[:, :rank]), b[..., :rank]
-            if squares:
-                shrunk = shrunk.square().clamp(min=smallest**2)
-                b, factor = b.to(dtype).square(), factor**2
-            delta[own, column : column + width] = factor * grouped.times(shrunk, b)
-            column += width
-    return delta
-
-
 def touched(pool: Pool, rows: OutRows) -> Tensor:
     """bool [rows, out_features]: where a row has a delta."""
     live = torch.tensor([[rank > 0 for rank in row] for row in pool.ranks])
     # -1 is the row after the last slot
     live = torch.cat([live, torch.zeros(1, live.shape[1], dtype=torch.bool)])
     mask = live[rows.slots.long()].to(rows.x_rows.device)
-    return mask.repeat_interleave(torch.tensor(_widths(pool), device=mask.device), 1)
-
-
-def _widths(pool: Pool) -> list[int]:
-    return [b.shape[-2] for b in pool.b]
-
-
-def _num_experts(pool: Pool) -> int:
-    """1 where there are no experts, or where they share both factors."""
-    return 1 if pool.a.dim() == 4 else max(pool.a.shape[1], pool.b[0].shape[1])
-
-
-def _factors(pool: Pool, slot: int, part: int) -> tuple[Tensor, Tensor]:
-    """A [experts, rank, in_features] and B [experts, width, rank], one expert where shared."""
-    a, b = pool.a[slot][..., part, :, :], pool.b[part][slot]
-    return (a, b) if a.dim() == 3 else (a[None], b[None])
+    return mask.repeat_interleave(torch.tensor(widths_of(pool), device=mask.device), 1)
 
 
 def folded(pool: Pool) -> Pool:

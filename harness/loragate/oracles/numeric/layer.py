@@ -17,7 +17,8 @@ from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import OutRows, pair_rows
 from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.oracles.numeric.activations import activated, of_gate, slopes
-from loragate.oracles.numeric.golden import deltas, squared
+from loragate.oracles.numeric.deltas import deltas
+from loragate.oracles.numeric.golden import squared
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, Batch, Pool
 
