@@ -264,7 +264,7 @@ def test_any_error_of_rows_that_nothing_rounds_is_infinitely_many_times_too_larg
         errors = row_errors(trial.case, golden(pool, batch), batch.out, batch.out + error)
         (group,) = populations(trial.case, pool, out_rows(batch), errors)
         assert group.threshold == 0
-        assert population_finding(group, errors).ratio == ratio
+        assert population_finding([group], errors).ratio == ratio
 
 
 def test_a_failure_says_how_many_rows_are_wrong_and_how_right_the_others_are(

@@ -9,6 +9,8 @@ adapters unchanged.
 
 from __future__ import annotations
 
+from itertools import compress
+
 import torch
 from torch import Tensor
 
@@ -68,18 +70,18 @@ def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
     batch = copy_batch(batch)
     if trial.case.site in IN_PLACE_SITES:
         if trial.case.write is Write.STORE:
-            batch.out[touched(pool, rows)] = float("nan")
+            batch.out.masked_fill_(touched(pool, rows), float("nan"))
         idle = torch.ones(len(batch.x), dtype=torch.bool, device=batch.x.device)
         live = (rows.slots != BASE_ROW).to(batch.x.device)
         idle[rows.x_rows[live]] = False
-        batch.x[idle] = float("nan")
+        batch.x.masked_fill_(idle[:, None], float("nan"))
         if batch.routes is not None and batch.routes.weights is not None:
-            batch.routes.weights.view(-1)[~live] = float("nan")
+            batch.routes.weights.view(-1).masked_fill_(~live, float("nan"))
     elif batch.routes is not None:
         # base rows need their weights as well
         rows = pair_rows(batch)
         assert batch.routes.weights is not None
-        batch.routes.weights.view(-1)[rows.experts < 0] = float("nan")
+        batch.routes.weights.view(-1).masked_fill_(rows.experts < 0, float("nan"))
     return with_huge_unused(pool, _used(trial.case, rows)), batch
 
 
@@ -128,16 +130,20 @@ class _Watched:
 
     def changed(self) -> Judgement | None:
         """A FAIL if anything has changed except the elements of an in-place output."""
-        for name, tensor in self.tensors.items():
-            now, before = bits_of(tensor), bits_of(self.before[name])
-            if not torch.equal(now, before):
-                count = _count(now != before)
-                return _failure(f"the step changed {counted(count, 'element')} of {name}", {})
+        # one copy from the device, for which the host waits
+        is_changed = torch.stack([self._mask(name).any() for name in self.tensors]).tolist()
+        for name in compress(self.tensors, is_changed):
+            count = _count(self._mask(name))
+            return _failure(f"the step changed {counted(count, 'element')} of {name}", {})
         if not self.in_place:
             return None
         mask = bits_of(whole(self.batch.out)) != bits_of(self.out_before)
         mask &= ~owned(self.batch.out)
         return self._written_outside(mask) if mask.any() else None
+
+    def _mask(self, name: str) -> Tensor:
+        """Where the bits of a tensor have changed."""
+        return bits_of(self.tensors[name]) != bits_of(self.before[name])
 
     def _written_outside(self, mask: Tensor) -> Judgement:
         out = self.batch.out

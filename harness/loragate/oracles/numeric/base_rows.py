@@ -81,7 +81,7 @@ def _mark(out: Tensor, kept: Tensor, trial: Trial) -> None:
         if columns.stop - columns.start > 3 and not trial.capabilities.adds_zero_to_base_rows:
             marks |= {columns.start + 1: math.nan, columns.stop - 2: -math.inf}
         for column, value in marks.items():
-            out[kept[:, column], column] = value
+            out[:, column].masked_fill_(kept[:, column], value)
 
 
 def _slices(trial: Trial) -> list[slice]:

@@ -6,7 +6,7 @@ Pure functions on tensors; the rule itself is in reference.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +58,13 @@ def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> lis
     ranks = torch.tensor([*ranks_of_errors(pool), (1,) * len(case.out_slices)])
     # rows without a slot are group -1, which is the last one
     group = slots.remainder(len(ranks))
-    sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
+    tables = _Sums(case, errors, group.to(errors.gain.device), ranks).tables()
     return [
         Population(
             slot,
             part,
             (slots == slot).nonzero().flatten().to(errors.gain.device),
-            *(values[slot][part] for values in sums.tables()),
+            *tables[slot][part],
         )
         for slot in sorted(set(slots.tolist()))
         for part in range(len(case.out_slices))
@@ -85,17 +85,12 @@ def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> 
     ratio = torch.where(sums.subject == 0, 0.0, sums.subject / sums.threshold)
     # groups without rows do not count
     ratio[torch.bincount(group, minlength=len(ranks)) == 0] = -1.0
-    worst, part = divmod(int(ratio.argmax()), ratio.shape[1])
-    own = (group == worst).nonzero().flatten()
-    row = own[errors.subject_sq[own, part].argmax()]
-    return Finding(
-        ratio[worst, part].item(),
-        sums.subject[worst, part].item(),
-        sums.threshold[worst, part].item(),
-        int(rows.x_rows[row] if of_tokens else row),
-        part,
-        "the rms of all errors of one expert",
-    )
+    (worst, part), found = largest_of(ratio, sums.subject, sums.threshold)
+    # errors are no less than zero
+    of_group = torch.where(group == worst, errors.subject_sq[:, part], -1.0)
+    row = of_group.argmax()[None]
+    row = rows.x_rows[row] if of_tokens else row
+    return Finding(*found, int(row), part, "the rms of all errors of one expert")
 
 
 def ranks_of_errors(pool: Pool) -> tuple[tuple[int, ...], ...]:
@@ -139,10 +134,12 @@ class _Sums:
         self.threshold = (1 + 2 * independent.double() ** -0.5) * allowed
         self.bias = torch.where(delta_sq > 0, mean(errors.gain) / delta_sq, 0.0)
 
-    def tables(self) -> tuple[list[list[float]], ...]:
-        """The statistics in the order of the fields of Population."""
+    def tables(self) -> list[list[list[float]]]:
+        """[groups][slices]: the statistics in the order of the fields of Population."""
         columns = (self.delta, self.subject, self.eager, self.threshold, self.bias)
-        return tuple(values.tolist() for values in columns)
+        # one copy from the device, for which the host waits
+        found: list[list[list[float]]] = torch.stack(columns, dim=-1).tolist()
+        return found
 
 
 def _unlucky(independent: Tensor) -> Tensor:
@@ -150,16 +147,13 @@ def _unlucky(independent: Tensor) -> Tensor:
     return 1 + independent.double() ** -0.5
 
 
-def population_finding(population: Population, errors: RowErrors) -> Finding:
-    worst = int(errors.subject_sq[population.rows, population.part].argmax())
-    return Finding(
-        _ratio(population.subject, population.threshold),
-        population.subject,
-        population.threshold,
-        int(population.rows[worst]),
-        population.part,
-        "the rms of all rows' errors",
-    )
+def population_finding(populations: Iterable[Population], errors: RowErrors) -> Finding:
+    """The worst of all populations."""
+    of_each = [((_ratio(p.subject, p.threshold), p.subject, p.threshold), p) for p in populations]
+    (ratio, error, threshold), worst = max(of_each, key=lambda each: each[0])
+    row = worst.rows[errors.subject_sq[worst.rows, worst.part].argmax()[None]]
+    what = "the rms of all rows' errors"
+    return Finding(ratio, error, threshold, int(row), worst.part, what)
 
 
 def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
@@ -190,7 +184,7 @@ def _of_rows(case: Case, errors: RowErrors) -> Iterator[tuple[Tensor, Tensor, st
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(shrunk) + bound
     yield subject, allowed, "the rms of a row's errors"
     eager = errors.eager_max.maximum(errors.bound_max / 2)
-    sigmas = tail(len(errors.gain) * int(widths.sum()))
+    sigmas = tail(len(errors.gain) * sum(case.out_slices))
     allowed = FACTOR * eager.hypot(sigmas / FACTOR * errors.shrunk_max) + errors.bound_max
     yield errors.subject_max, allowed, "the largest error of a row"
 
@@ -203,9 +197,19 @@ def tail(elements: int) -> float:
 
 def _worst(error: Tensor, threshold: Tensor, what: str) -> Finding:
     ratio = torch.where(error == 0, 0.0, error / threshold)
-    row, part = divmod(int(ratio.argmax()), error.shape[1])
-    values = (ratio[row, part].item(), error[row, part].item(), threshold[row, part].item())
-    return Finding(*values, row, part, what)
+    (row, part), found = largest_of(ratio, error, threshold)
+    return Finding(*found, row, part, what)
+
+
+def largest_of(
+    ratio: Tensor, value: Tensor, other: Tensor
+) -> tuple[tuple[int, int], tuple[float, float, float]]:
+    """Row and column of the largest `ratio` [rows, columns], and what it and the others, which have
+    the same shape, are there. The host waits for the device once."""
+    place = ratio.argmax()[None]
+    here = [each.flatten()[place].double() for each in (ratio, value, other)]
+    index, *found = torch.cat([place.double(), *here]).tolist()
+    return divmod(int(index), ratio.shape[1]), (found[0], found[1], found[2])
 
 
 def _ratio(error: float, threshold: float) -> float:

@@ -113,7 +113,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     """The rule of this module, on statistics of all rows."""
     rows = out_rows(batch)
     groups = populations(trial.case, pool, rows, errors)
-    findings = [population_finding(group, errors) for group in groups]
+    findings = [population_finding(groups, errors)]
     if trial.case.site in MOE_SITES:
         findings.append(expert_finding(trial.case, pool, pair_rows(batch), errors))
     worst = max([*findings, *row_findings(trial.case, errors)])
@@ -199,7 +199,7 @@ def _extent(
     if kept.any():
         rest, rows = errors[kept], out_rows(batch)[kept]
         groups = populations(case, pool, rows, rest)
-        ratios += [population_finding(group, rest).ratio for group in groups]
+        ratios.append(population_finding(groups, rest).ratio)
         if case.site is Site.MOE_LAYER:
             pairs = pair_rows(batch)
             ratios.append(expert_finding(case, pool, pairs[kept[pairs.x_rows]], errors).ratio)
@@ -226,8 +226,10 @@ def _misplaced(
     masks: dict[str, Tensor],
 ) -> Iterator[Judgement]:
     """A FAIL for each value that the result has in other places than it should."""
-    for value, mask in masks.items():
-        if mask.any():
+    # one copy from the device, for which the host waits
+    has_any = torch.stack([mask.any() for mask in masks.values()]).tolist()
+    for (value, mask), is_wrong in zip(masks.items(), has_any, strict=True):
+        if is_wrong:
             row, column = (int(i) for i in mask.nonzero()[0])
             have, want = result[row, column].item(), right[row, column].item()
             yield Judgement(

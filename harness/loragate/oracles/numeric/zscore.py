@@ -42,7 +42,7 @@ from loragate.matrix.case import (
     Sharing,
     Site,
 )
-from loragate.oracles.numeric.compare import ranks_of_errors
+from loragate.oracles.numeric.compare import largest_of, ranks_of_errors
 from loragate.oracles.numeric.errors import MANTISSA, RowErrors
 from loragate.protocol import Pool, Rounding
 
@@ -81,7 +81,8 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """`of` int64 [rows], on the CPU: the group of each row, -1 for none. `rows` of the output."""
+    """`of` int64 [rows], on the CPU as `rows` is: the group of each row, -1 for none. `rows` of the
+    output."""
 
     of: Tensor
     rows: Tensor
@@ -97,11 +98,10 @@ class _Groups:
 
     def worst(self, z: Tensor, values: Tensor, *, is_gain: bool) -> Deviation:
         ratio = z.abs() / _LIMIT
-        group, part = divmod(int(ratio.argmax()), ratio.shape[1])
-        own = self.rows[(self.of == group).nonzero().flatten().to(self.rows.device)]
+        (group, part), found = largest_of(ratio, z, values)
+        own = self.rows[self.of == group]
         if not len(own):
             return Deviation(is_gain=is_gain)
-        found = (ratio[group, part].item(), z[group, part].item(), values[group, part].item())
         return Deviation(*found, int(own[0]), part, is_gain)
 
 
@@ -129,13 +129,13 @@ def worst_deviation(
 def _groups(
     case: Case, rows: OutRows, pairs: OutRows | None, errors: RowErrors
 ) -> Iterator[_Groups]:
-    every = torch.arange(len(rows.slots), device=errors.gain.device)
+    every = torch.arange(len(rows.slots))
     yield _Groups(rows.slots.long(), every, errors, case.slots, 1)
     if pairs is None:
         return
     of = torch.where(pairs.slots < 0, -1, pairs.slots.long() * case.experts + pairs.experts.cpu())
     if case.site is Site.MOE_LAYER:
-        every, errors = pairs.x_rows, errors[pairs.x_rows]
+        every, errors = pairs.x_rows.cpu(), errors[pairs.x_rows]
     yield _Groups(of, every, errors, case.slots * case.experts, case.experts)
 
 

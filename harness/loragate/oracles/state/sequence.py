@@ -142,8 +142,9 @@ class Sequence:
 
     def _written_over(self, results: list[tuple[Tensor, Tensor]]) -> Judgement | None:
         """A FAIL if a result is not what it was when its step ended: it belongs to the caller."""
-        for number, (result, before) in enumerate(results):
-            count = int((bits_of(result) != bits_of(before)).sum())
+        # one copy from the device, for which the host waits
+        counts = [(bits_of(result) != bits_of(before)).sum() for result, before in results]
+        for number, count in enumerate(torch.stack(counts).tolist() if counts else ()):
             if count:
                 message = f"a later step wrote {counted(count, 'element')} of the result of step "
                 message += f"{number} of {len(results)}"
