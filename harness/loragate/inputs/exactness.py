@@ -29,6 +29,8 @@ B_NONZEROS = 3
 _SCALES = {RouterWeights.NONE: (UNIT, 4.0, 2.0), RouterWeights.OUTPUT: (UNIT, 2.0)}
 # multiples of UNIT that are exact in the narrowest dtype, bf16
 EXACT_UNITS = 256
+# of B whose places are made together: bounds what they take beside it
+_COLUMNS_AT_ONCE = 1 << 20
 _NO_WEIGHT = 0.1
 
 
@@ -73,11 +75,14 @@ def exact_b(
         shape = (case.slots, *experts, width, case.rank)
         b = torch.zeros(shape, dtype=torch_dtype(case.dtype), device=draw.device)
         columns = prod(experts) * width
-        for slot, row in enumerate(ranks):
-            rank = max(row[part], 1)
-            place = torch.arange(columns * B_NONZEROS, device=draw.device)
-            index = (rank - 1 - place % rank).view(columns, B_NONZEROS)
-            _place(b[slot].view(columns, case.rank), index, draw.signs(columns, B_NONZEROS))
+        place = torch.arange(columns * B_NONZEROS, device=draw.device)
+        slots_at_once = max(1, _COLUMNS_AT_ONCE // columns)
+        own = torch.tensor([max(row[part], 1) for row in ranks]).to(draw.device)[:, None]
+        pieces = torch.split(b, slots_at_once), torch.split(own, slots_at_once)
+        for some, live in zip(*pieces, strict=True):
+            index = (live - 1 - place % live).view(-1, B_NONZEROS)
+            signs = torch.cat([draw.signs(columns, B_NONZEROS) for _ in some])
+            _place(some.view(-1, case.rank), index, signs)
         parts.append(b)
     return tuple(parts)
 
@@ -85,9 +90,9 @@ def exact_b(
 def _place(target: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Put values[:, j] into target[:, columns[:, j]]; of two for the same place the later wins."""
     # in a single scatter either could win on a GPU: different data from the same seed
-    places = zip(torch.split(columns, 1, 1), torch.split(values, 1, 1), strict=True)
-    for column, value in places:
-        target.scatter_(1, column, value.to(target.dtype))
+    values = values.to(target.dtype)
+    for column, value in zip(torch.split(columns, 1, 1), torch.split(values, 1, 1), strict=True):
+        target.scatter_(1, column, value)
     return target
 
 

@@ -162,7 +162,8 @@ def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
             for factor in live:
                 experts = factor if factor.dim() == 3 else factor[None]
                 mine = used[slot] if len(experts) > 1 else used[slot].any(0, keepdim=True)
-                experts[~mine.to(a.device)] = huge
+                # ids and no mask, for which the host would wait for the device
+                experts[(~mine).nonzero().flatten().to(a.device)] = huge
     return replace(
         pool, a=a, b=b, down=None if pool.down is None else with_huge_unused(pool.down, used)
     )
@@ -243,8 +244,9 @@ def _expert_axis(case: Case, shared: Sharing) -> tuple[int, ...]:
 def _fill_dead(pool: Pool, value: float) -> Pool:
     for slot, row in enumerate(pool.ranks):
         for part, rank in enumerate(row):
-            pool.a[slot][..., part, rank:, :] = value
-            pool.b[part][slot][..., rank:] = value
+            if rank < pool.a.shape[-2]:
+                pool.a[slot][..., part, rank:, :] = value
+                pool.b[part][slot][..., rank:] = value
     if pool.down is not None:
         _fill_dead(pool.down, value)
     return pool
