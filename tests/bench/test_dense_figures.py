@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from loragate.bench.figures import DenseFigures, RowFigures, StepFigures, Times
+from loragate.bench.bars import Bar
+from loragate.bench.figures import PREFILL_TOKENS, DenseFigures, RowFigures, StepFigures, Times
 from loragate.bench.rows import DenseRow, dense_rows
 from loragate.bench.select import select_rows
 from loragate.bench.tables import render_markdown, render_terminal
@@ -111,6 +113,19 @@ def test_every_bar_met_on_the_whole_table_is_exit_code_0() -> None:
 def test_a_missed_bar_is_exit_code_1(run: DenseFigures, missed: str) -> None:
     assert any(missed in bar.name for bar in run.bars() if bar.verdict is Verdict.FAIL)
     assert judge(run) is ExitCode.WRONG
+
+
+def test_one_row_above_the_bar_over_its_floor_misses_it_whatever_the_others() -> None:
+    run = with_floor_ratio(1.2)
+    large = next(row for row in run.rows if row.row.tokens == PREFILL_TOKENS)
+    added = 1.9 * large.floor_us()
+    slow = replace(large, with_lora_us={"lorakernels": 50.0 + added, "vllm": 50.0 + 5 * added})
+    run = replace(run, rows=tuple(slow if row is large else row for row in run.rows))
+    assert ["byte floor" in bar.name for bar in run.bars() if bar.verdict is Verdict.FAIL] == [True]
+
+
+def test_a_figure_that_is_no_number_meets_no_bar() -> None:
+    assert Bar("ratio", 1.0, math.nan).verdict is Verdict.FAIL
 
 
 def with_cold(ours: float, theirs: float, run: DenseFigures) -> DenseFigures:

@@ -158,6 +158,13 @@ def test_a_decode_row_has_a_bar_in_microseconds(row: str, added: float, name: st
     assert missed(figures(sound)) == []
 
 
+def test_a_bar_of_two_layers_is_open_where_one_of_them_was_not_measured() -> None:
+    run = figures()
+    without = tuple(one for one in run.measured if one.row.id != "gate_up.m1.r16")
+    name = "added time at M=1, rank 16, us: qkv and gate_up"
+    assert measured(replace(run, measured=without))[name] is None
+
+
 def test_a_plan_that_takes_a_slow_form_on_one_row_misses_a_bar() -> None:
     row = drawn_rows(1)[4]
     name = "linear layer, planned form over the best one of one stream, worst row"
