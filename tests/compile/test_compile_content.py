@@ -9,12 +9,13 @@ import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loragate.compile_leg import BASELINE, pool, process, record, run
 from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_baseline
-from loragate.compile_leg.content import settings_of_the_compiler
+from loragate.compile_leg.content import content_of, settings_of_the_compiler
 from loragate.compile_leg.leg import SettingsError
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CompileResult, Event, Note
@@ -292,6 +293,31 @@ def test_variables_that_may_reach_the_compiler_count_as_its_settings(
 ) -> None:
     found = settings_of_the_compiler({variable: "1"})
     assert (variable in found) is counts
+
+
+def test_a_content_changes_with_all_that_the_compiler_is_given(tmp_path: Path) -> None:
+    library = tmp_path / "libdevice.bc"
+    library.write_bytes(b"one")
+
+    def content(text: str = "module", target: str = "sm_90", **options: object) -> str:
+        chosen = SimpleNamespace(
+            **{"num_warps": 4, "extern_libs": (("lib", str(library)),)} | options
+        )
+        return content_of(SimpleNamespace(str_nodebug=lambda: text), chosen, target)
+
+    other = tmp_path / "other.bc"
+    other.write_bytes(b"two")
+    found = [
+        content(),
+        content("another module"),
+        content(target="sm_100"),
+        content(num_warps=8),
+        content(extern_libs=(("lib", str(other)),)),
+    ]
+    assert len(set(found)) == len(found)
+    # wherever the same library lies
+    copy = shutil.copy(library, tmp_path / "copy.bc")
+    assert content(extern_libs=(("lib", str(copy)),)) == content()
 
 
 @pytest.mark.parametrize(("tier", "everything"), [("premerge", False), ("nightly", True)])

@@ -63,6 +63,17 @@ def test_growth_beyond_the_margin_fails(change: dict[str, int], words: str) -> N
     assert result.message == f"resources grew: {words}"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"registers": 73, "shared_bytes": 4097}, {"registers": 65, "spills": 17}],
+    ids=["first", "second"],
+)
+def test_one_resource_beyond_its_margin_fails_beside_others_within_theirs(
+    change: dict[str, int],
+) -> None:
+    assert _judge(replace(BEFORE, **change)).verdict is Verdict.FAIL
+
+
 def test_a_kernel_that_does_not_compile_fails_even_without_a_baseline() -> None:
     result = _judge(None, record=None)
     assert (result.verdict, result.message) == (Verdict.FAIL, "does not compile: boom")

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from loragate.compile_leg import leg, record, run
+from loragate.compile_leg import dry_launch, leg, process, record, run
 from loragate.compile_leg.__main__ import main
 from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
@@ -237,6 +240,32 @@ def test_a_wrong_word_is_a_usage_error_and_does_not_mean_that_something_was_not_
     assert answer in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        (Verdict.PASS, ExitCode.OK),
+        (Verdict.FAIL, ExitCode.WRONG),
+        (Verdict.INFRA, ExitCode.INFRASTRUCTURE),
+        (Verdict.INCONCLUSIVE, ExitCode.INCOMPLETE),
+    ],
+)
+def test_only_a_leg_that_passes_ends_with_exit_code_0(
+    verdict: Verdict, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loragate.compile_leg.__main__.run", lambda *_, **__: verdict)
+    assert main([]) == code
+
+
+@pytest.mark.parametrize("verdicts", [*permutations([Verdict.PASS, Verdict.FAIL])])
+def test_the_leg_of_several_subjects_ends_with_the_worst_of_them(
+    verdicts: tuple[Verdict, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = iter(verdicts)
+    monkeypatch.setattr("loragate.compile_leg.run", lambda *_, **__: next(waiting))
+    events = str(tmp_path / "events.jsonl")
+    assert process.main(events, "run", "smoke", "one", "other") == ExitCode.WRONG
+
+
 def test_an_unreadable_baseline_is_an_infrastructure_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,3 +308,25 @@ def test_a_leg_that_cannot_record_its_results_says_nothing_about_the_kernels(
     done = subprocess.run([*command, "lorakernels"], capture_output=True, text=True)
     assert done.returncode == 3
     assert "IsADirectoryError" in done.stderr
+
+
+def test_a_kernel_that_needs_more_tensor_memory_than_a_block_has_does_not_compile() -> None:
+    recorder: Any = dry_launch._Recorder("label", "sm_100", {})
+    metadata = SimpleNamespace(tmem_size=513)
+    recorder._run = lambda *_, **__: SimpleNamespace(metadata=metadata)
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"), device_caches={})
+    recorder.compile(kernel, (), {})
+    (found,) = recorder.found
+    assert found.resources is None
+    assert "needs 513 columns of tensor memory, a block has at most 512" in found.error
+
+
+def test_a_content_that_triton_cannot_tell_equals_no_other_one() -> None:
+    recorder: Any = dry_launch._Recorder("label", "sm_90", {})
+    recorder._order, recorder._launch = SimpleNamespace(add=lambda *_: None), ()
+    recorder.content, recorder._expected = "known", "known"
+    with pytest.raises(dry_launch._Unchanged):
+        recorder.look_at("module {}")
+    recorder.content, recorder._expected = "", ""
+    # it goes on into the compiler
+    recorder.look_at("module {}")
