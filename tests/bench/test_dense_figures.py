@@ -187,6 +187,12 @@ def test_what_was_not_measured_is_exit_code_2_and_never_0(run: DenseFigures) -> 
     assert judge(run) is ExitCode.INCOMPLETE
 
 
+def test_as_many_other_rows_as_the_table_has_are_not_the_table() -> None:
+    run = with_floor_ratio(1.5)
+    other = replace(run.rows[0], row=DenseRow("8192x8192", 1, 16))
+    assert judge(replace(run, rows=(other, *run.rows[1:]))) is ExitCode.INCOMPLETE
+
+
 def test_a_row_whose_added_time_is_below_the_noise_leaves_the_comparison_open() -> None:
     run = with_floor_ratio(1.5)
     noisy = replace(run.rows[0], with_lora_us={"lorakernels": 50.5, "vllm": 49.9})

@@ -18,7 +18,7 @@ from loragate.bench import engine
 from loragate.bench.contender import Contender, Unavailable
 from loragate.bench.engine_figures import KernelCounts
 from loragate.bench.engine_folders import model_config, write_adapter, write_model
-from loragate.bench.engine_rows import BATCHED_TOKENS, EngineRow, Serving, Work, engine_rows
+from loragate.bench.engine_rows import BATCHED_TOKENS, EngineRow, Load, Serving, Work, engine_rows
 from loragate.bench.engine_served import TimedEngine
 from loragate.bench.engine_setup import arguments_of, order_of
 from loragate.bench.graphs_rows import MODELS, ModelShape
@@ -164,6 +164,24 @@ def test_an_engine_times_its_own_steps_and_counts_whose_kernels_ran(
     # nothing is counted while it is timed
     assert served.kernel_counts().vllms_launched == counts.vllms_launched
     assert torch.cuda.CUDAGraph.replay is replay
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("serving", Serving)
+def test_the_requests_of_a_load_are_for_all_adapters_in_turns_and_the_base_where_it_is_served(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = opened(serving)
+    asked: list[int | None] = []
+
+    def generate(prompts: object, sampling: object, *, lora_request: Any, **_: object) -> None:
+        asked.extend(None if one is None else one.number for one in lora_request)
+
+    monkeypatch.setattr(served._llm, "generate", generate)
+    served._seconds(Load(5, 1, 1))
+    served._seconds(Load(5, 1, 1, serves_base=True))
+    turns = [1, 2, 3, 4, 1, 1, 2, 3, 4, None]
+    assert asked == ([None] * 10 if serving is Serving.BASE else turns)
 
 
 def test_steps_that_are_not_replayed_from_a_graph_are_an_error(stub: Callable[..., None]) -> None:

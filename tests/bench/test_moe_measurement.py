@@ -79,6 +79,16 @@ def test_every_path_of_a_delta_is_timed_and_its_plan_with_alignment_as_well(
     assert found.chosen in set(Path) - {Path.PLAN}
 
 
+def test_all_paths_of_a_baseline_are_timed_with_alignment_and_without_but_for_its_plan(
+    ours: Contender,
+) -> None:
+    theirs = Contender(Mock(wraps=ours.subject), ours.have)
+    theirs.subject.name = "vllm"
+    (found,) = moe_delta.measure_deltas([ROW], [ours, theirs], MACHINE, counted)
+    times = found.subjects["vllm"]
+    assert set(times.launch_us) == set(times.aligned_us) == set(Path) - {Path.PLAN}
+
+
 def test_deltas_with_alignment_are_timed_with_a_cold_cache_where_there_is_a_clock_for_it(
     ours: Contender,
 ) -> None:
