@@ -151,6 +151,29 @@ def test_a_mutant_that_is_listed_is_not_planted(
     assert on_gpu.run(mutants, listed) == []
 
 
+def test_all_that_a_run_without_a_gpu_has_left_is_planted_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted: list[str] = []
+
+    def plant(session: Session, waiting: list[Mutant], journal: Journal, results: Any) -> None:
+        planted.extend(mutant.id for mutant in waiting)
+        results.update({m.id: Result(id=m.id, fate=Fate.SURVIVED) for m in waiting})
+
+    monkeypatch.setattr(Session, "_plant", plant)
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
+    none = read_equivalents(write(tmp_path / "n.yaml", "[]"), SOURCES)
+    fates = {"left": Fate.SURVIVED, "later": Fate.NEEDS_GPU, "gone": Fate.KILLED}
+    mutants = [replace(mutant, id=id) for id in fates]
+    session = Session(folder=tmp_path, name="run", state="s", sources=SOURCES, jobs=1, gpu=True)
+    journal = session.journal(gpu=False)
+    journal.open(mutants)
+    for one in mutants:
+        journal.add(one, Result(id=one.id, fate=fates[one.id]))
+    session.run(mutants, none)
+    assert planted == ["left", "later"]
+
+
 def test_a_run_goes_on_where_it_was_and_not_with_other_code(tmp_path: Path) -> None:
     (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     journal = Journal(tmp_path / "run.jsonl", "state-1")
