@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loragate.core.machine import detect_machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
+from loragate.execution.session import base_of
 from loragate.inputs import DataKind, Dead, make_pool
 from loragate.matrix.case import (
     Activation,
@@ -46,10 +47,13 @@ from loragate.matrix.case import (
     Write,
 )
 from loragate.matrix.engine_case import Graphs
-from loragate.protocol import Guard, Trial, unsupported
+from loragate.protocol import Guard, HotPath, Rounding, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects import find_subject
 from loragate.subjects.lorakernels.moe_layer import MoELayer
+from loragate.subjects.lorakernels.subject import slot_memory
+from lorakernels.moe.delta.plan import MAX_FUSED_RANK
+from lorakernels.runtime import streams
 from lorakernels.runtime.collectives import SimulatedRanks
 
 select_interpreter()
@@ -196,10 +200,71 @@ def test_it_supports_everything_in_the_interpreter() -> None:
     assert have.skips_dead_ranks
     assert have.rank_per_slice
     assert have.guards == frozenset(Guard)
+    assert have.hot_path == frozenset(HotPath)
+    assert have.work_follows_tiles
     assert have.traceable is not None
     untraced = {"sharding": Sharding.RANK, "plans": Plans.ONE}
     assert have.traceable(CASE)
     assert not any(have.traceable(replace(CASE, **{name: untraced[name]})) for name in untraced)
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        (CASE, 0),
+        (MOE, 0),
+        # the output
+        (LINEAR, 11 * 40 * 2),
+        (replace(LINEAR, parallel=Parallel.ROW), 0),
+        (replace(CASE, site=Site.GDN_IN_PROJ), 2 * 11 * 40 * 2),
+        # which ids are here
+        (replace(CASE, site=Site.EMBEDDING), 11 * 11),
+        (LAYER, 0),
+        (replace(LAYER, layout=Layout.COLUMN_SLICE), 5 * 16 * 2),
+        (replace(LINEAR, tp=2), None),
+        (replace(LAYER, ep=2), None),
+        (replace(LAYER, streams=Streams.DUAL), None),
+        (replace(LAYER, quantisation=Quantisation.FP8), None),
+        (replace(LAYER, placement=Placement.REPLICATED), None),
+    ],
+)
+def test_it_promises_how_many_bytes_a_step_allocates(case: Case, size: int | None) -> None:
+    allocates = trial_of(CASE).capabilities.allocates
+    assert allocates is not None
+    assert allocates(case) == size
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "rounds"),
+    [
+        (Path.SMALL_BATCH, MAX_FUSED_RANK, False),
+        (Path.SMALL_BATCH, MAX_FUSED_RANK + 1, True),
+        (Path.PLAN, 6, True),
+        (Path.ONE_SHOT, 6, True),
+    ],
+)
+def test_it_rounds_nothing_but_shrunk_values_and_not_even_these_in_a_small_batch(
+    path: Path, rank: int, rounds: bool
+) -> None:
+    promised = trial_of(CASE).capabilities.roundings(replace(MOE, path=path, rank=rank))
+    assert promised == (frozenset({Rounding.SHRUNK}) if rounds else frozenset())
+
+
+def test_streams_are_those_of_the_module_that_stands_for_a_gpu() -> None:
+    streams_from, module = trial_of(CASE).capabilities.streams_from, object()
+    assert streams_from is not None
+    with streams_from(module):
+        assert streams.stream_module(torch.device("cpu")) is module
+    assert streams.stream_module(torch.device("cpu")) is None
+
+
+def test_all_memory_of_a_slot_is_shown_of_every_rank() -> None:
+    trial = trial_of(replace(LINEAR, tp=2))
+    step = trial.subject.open(trial.case, trial.machine, base_of(trial, DataKind.SIGNED))
+    found = slot_memory(step.own, 1)
+    ranks = step.own.ranks  # type: ignore[union-attr]
+    wanted = [part[1] for r in ranks for part in (r.slots.a, r.slots.b, r.slots.scales)]
+    assert [part.data_ptr() for part in found] == [part.data_ptr() for part in wanted]
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
