@@ -18,7 +18,7 @@ from loragate.mutants import edits
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
 from loragate.mutants.host_tests import COLLECTION
 from loragate.mutants.journal import Journal, OtherState, kills_in
-from loragate.mutants.measuring import files_without_tests
+from loragate.mutants.measuring import _reach_of, files_without_tests
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered, quick
 from loragate.mutants.planting import HOST_TESTS, plant
@@ -26,7 +26,7 @@ from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
 from loragate.mutants.tracing import WHOLE_TEXT, instrumented, read_trace
-from loragate.mutants.units import Ended, Kind, Unit
+from loragate.mutants.units import IMPORT, Ended, Kind, Unit
 
 BLIND = sorted((EQUIVALENTS.parent / "blind").glob("*.yaml"))
 TEXT = """LIMIT = 1
@@ -206,6 +206,40 @@ def test_a_line_stands_for_its_statement(line: int, place: Place) -> None:
     assert place_of(TEXT, line, line) == place
 
 
+BLOCKS = """@wraps
+def f(x):
+    try:
+        y = 1
+    except ValueError:
+        y = 2
+    finally:
+        x = 3
+    match x:
+        case 3:
+            return y
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        # a decorator runs at import, and all that imports the module depends on it
+        (1, Place("", None)),
+        (4, Place("f", frozenset({4}))),
+        (6, Place("f", frozenset({6}))),
+        # a line between two parts of a block stands for the block
+        (5, Place("f", frozenset(range(3, 9)))),
+        (8, Place("f", frozenset({8}))),
+        (11, Place("f", frozenset({9, 10, 11}))),
+    ],
+)
+def test_a_line_of_a_block_stands_for_its_statement_or_for_the_block(
+    line: int, place: Place
+) -> None:
+    assert place_of(BLOCKS, line, line) == place
+
+
 def test_units_reach_the_statements_that_they_run(tmp_path: Path) -> None:
     units = [Unit(Kind.CASE, "a.site.x", 1.0), Unit(Kind.TEST, "t.py::t", 0.1)]
     traces = [{"m.py": {5, 7}}, {"m.py": {5, 6}}]
@@ -245,6 +279,15 @@ def test_an_instrumented_module_notes_each_statement_it_runs() -> None:
     exec(instrumented(text, "m.py"), names)
     assert names["f"](3) == 3  # type: ignore[operator]
     assert noted == ["m.py:3", "m.py:5", "m.py:8", "m.py:9"]
+
+
+def test_a_traced_module_notes_statements_of_handlers_and_of_cases() -> None:
+    noted: list[str] = []
+    names = {"__loragate_note__": noted.append, "__loragate_skip__": lambda: False}
+    failing = BLOCKS.replace("@wraps\n", "\n").replace("y = 1", "y = int('')")
+    exec(instrumented(failing, "m.py"), names)
+    assert names["f"](0) == 2  # type: ignore[operator]
+    assert noted == [f"m.py:{line}" for line in (3, 4, 6, 8, 9, 11)]
 
 
 SOURCE_OF_TRACED = """
@@ -338,6 +381,19 @@ def test_units_are_cut_where_they_have_taken_their_time() -> None:
         [["a", "b"], ["c"]],
         [["a", "b", "c"], []],
     ]
+
+
+def test_a_test_reaches_what_its_module_runs_when_it_is_collected(tmp_path: Path) -> None:
+    lines = {IMPORT: "1", f"{COLLECTION}t/a.py": "2", f"{COLLECTION}t/b.py": "3", "t/a.py::t": "4"}
+    ended = []
+    for number, (unit, line) in enumerate(lines.items()):
+        trace = write(tmp_path / f"{number}.txt", f"m.py:{line}\n")
+        ended.append(Ended(unit=unit, verdict=Verdict.PASS, trace=str(trace)))
+    reach = _reach_of("now", ended, [], tmp_path, set())
+    (unit,) = reach.units
+    assert unit.name == "t/a.py::t"
+    assert reach.lines == {"m.py": {2: 1, 4: 1}}
+    assert reach.at_import == {"m.py": frozenset({1})}
 
 
 def test_files_whose_tests_are_all_skipped_are_named() -> None:
