@@ -158,6 +158,25 @@ def test_an_exception_does_not_count_as_detection_by_the_oracle_that_ran() -> No
     assert fate_of_fault(expected, [thrown], 1.0).fate is Fate.KILLED
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Failure.BROKEN_PROTOCOL,
+        Failure.EXCEPTION,
+        Failure.HANG,
+        Failure.CRASH,
+        Failure.CUDA_STICKY,
+        Failure.OUT_OF_MEMORY,
+    ],
+)
+def test_how_a_process_ends_is_no_detection_by_the_oracle_that_happened_to_run(
+    failure: Failure,
+) -> None:
+    ended = seen("reference", Verdict.FAIL, failure)
+    assert killers_of([ended]) == (failure.value,)
+    assert fate_of_fault(fault(), [ended], 1.0).fate is Fate.MISSED
+
+
 def test_a_lack_of_memory_proves_nothing() -> None:
     full = seen("exact", Verdict.INFRA, Failure.OUT_OF_MEMORY, "out of memory")
     assert fate_of_fault(fault(), [WRONG, full], 1.0).fate is Fate.BROKEN

@@ -15,7 +15,7 @@ from loragate.core.warm_server import ServerDied
 from loragate.mutants import runner, unit_runs
 from loragate.mutants.host_tests import SelectedTests
 from loragate.mutants.model import Fate, Group, Mutant
-from loragate.mutants.units import Ended, Kind, Order, Transcript, Unit
+from loragate.mutants.units import Ended, Kind, Order, Transcript, Unit, read_transcript
 
 UNITS = [Unit(Kind.TEST, name, 20.0) for name in ("first", "second", "third")]
 MUTANT = Mutant(
@@ -49,6 +49,20 @@ def test_tests_that_only_the_mutant_has_run_behind_those_that_reach_it() -> None
     items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
     plugin.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == ["t.py::last", "t.py::first", "t.py::new"]
+
+
+@pytest.mark.parametrize("code", pytest.ExitCode)
+def test_a_session_that_breaks_off_by_itself_has_failed(
+    code: pytest.ExitCode, tmp_path: Path
+) -> None:
+    transcript: Any = Transcript(tmp_path / "transcript.jsonl")
+    nothing: Any = None
+    plugin = SelectedTests({}, 60.0, frozenset(), transcript, nothing, tmp_path)
+    plugin.conclude(code)
+    harmless = code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert plugin.failed is not harmless
+    ended = read_transcript(tmp_path / "transcript.jsonl").ended
+    assert [one.fails_gate for one in ended] == ([] if harmless else [True])
 
 
 class Process:
