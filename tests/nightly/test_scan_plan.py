@@ -162,6 +162,21 @@ def test_a_wave_of_few_cases_has_up_to_eight_draws_of_each(bits_s: float, trials
     assert set(Counter(each.case for each in judged).values()) == {1}
 
 
+def test_draws_of_bits_come_back_in_other_nights_and_oracles_judge_a_new_one_each_time() -> None:
+    known = {"case": Known(bits=40, judged=7, bits_s=0.1, judged_s=0.1)}
+
+    def draws(number: int, seed: int) -> set[int]:
+        wave = _wave(number, known, seed=seed)
+        return {wanted.draw for _, steps in wave.processes for wanted in steps}
+
+    nights = [draws(0, seed) for seed in range(20)]
+    seen = Counter(draw for night in nights for draw in night)
+    # a quarter of the trials so far, and those of the wave itself
+    assert max(seen) < 40 // 4 + 8
+    assert all(seen[draw] > 1 for draw in range(40 // 4))
+    assert [draws(3, seed) for seed in range(3)] == [{7}] * 3
+
+
 def test_waves_of_bits_leave_time_for_oracles_as_long_as_a_case_was_never_judged() -> None:
     known = {f"case-{k}": Known(bits=10**8, judged=k, bits_s=0.1) for k in range(20)}
     wave = _wave(0, known, place=Place(workers=12), seconds_left=3000.0)
