@@ -89,6 +89,12 @@ def failing(sighting: Sighting) -> Sighting:
     [
         (EXACT, [PASSED], ""),
         (EXACT, [failing(PASSED)], "a.case exact fails without a fault: odd"),
+        # nor does it say anything of the fault where it cannot judge sound code
+        (
+            EXACT,
+            [replace(failing(PASSED), verdict=Verdict.INFRA)],
+            "a.case exact fails without a fault: odd",
+        ),
         (EXACT, [PASSED, failing(replace(PASSED, judge="permute"))], ""),
         (EXACT, [DIED], "a.case exact did not run without a fault: no memory"),
         (EXACT, [replace(PASSED, case="other")], "a.case exact did not run without a fault"),
