@@ -1,0 +1,147 @@
+"""That the conditions of a trial hold while the subject runs, whatever is measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine, select_interpreter
+from loragate.core.verdict import OracleName
+from loragate.history import Outcome
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case_run import CaseRun
+from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory, Schedule
+from loragate.nightly.wave import Measure
+from loragate.protocol import BaseLayer
+from loragate.scan.child import measure, prepare_environment
+from loragate.scan.investigate import signatures_of
+from loragate.scan.messages import Measured, Order, Step
+from loragate.scan.paths import TracedPath
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+
+select_interpreter()
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=3,
+    in_features=8,
+    slices=(8,),
+    rank=2,
+    slots=1,
+    dtype=Dtype.FP32,
+    oracles=(OracleName.REFERENCE,),
+)
+TRUE_CLOCK = time.perf_counter
+
+
+class Watching(TorchSubject):
+    """Notes what surrounds each of its steps."""
+
+    name = "watching"
+    fresh: list[Tensor]
+    clocks: list[bool]
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> DenseDelta:
+        subject = self
+
+        class Instance(DenseDelta):
+            def apply(self, x: Tensor, out: Tensor) -> Tensor:
+                subject.fresh.append(torch.empty(64))
+                subject.clocks.append(time.perf_counter is TRUE_CLOCK)
+                return super().apply(x, out)
+
+        return Instance(case)
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> type[Watching]:
+    module: Any = ModuleType("watching_subject")
+    module.Watching = Watching
+    monkeypatch.setitem(sys.modules, "watching_subject", module)
+    Watching.fresh, Watching.clocks = [], []
+    return Watching
+
+
+def shown(what: Measure, conditions: Conditions) -> Measured:
+    return measure(
+        Step(run=CaseRun("watching_subject:Watching", CASE), measure=what), conditions, 0
+    )
+
+
+@pytest.mark.parametrize("what", Measure)
+@pytest.mark.parametrize("memory", [Memory.ZEROS, Memory.POISON])
+def test_fresh_memory_of_every_step_holds_what_the_conditions_say(
+    what: Measure, memory: Memory, watching: type[Watching]
+) -> None:
+    assert shown(what, Conditions(memory=memory)).outcome is Outcome.RIGHT
+    assert len(watching.fresh) >= (2 if what is Measure.BITS else 1)
+    for fresh in watching.fresh:
+        assert bool(fresh.isnan().all()) is (memory is Memory.POISON)
+        assert bool((fresh == 0).all()) is (memory is Memory.ZEROS)
+
+
+@pytest.mark.parametrize("what", Measure)
+@pytest.mark.parametrize("clock", Clock)
+def test_clocks_run_at_another_speed_in_every_step_where_the_conditions_say_so(
+    what: Measure, clock: Clock, watching: type[Watching]
+) -> None:
+    assert shown(what, Conditions(clock=clock)).outcome is Outcome.RIGHT
+    assert set(watching.clocks) == {clock is Clock.PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "changed"),
+    [
+        (PLAIN, {}),
+        (Conditions(gpu="GPU-1"), {"CUDA_VISIBLE_DEVICES": "GPU-1"}),
+        (Conditions(schedule=Schedule.BLOCKING), {"CUDA_LAUNCH_BLOCKING": "1"}),
+        (Conditions(schedule=Schedule.DELAYED), {}),
+        (
+            Conditions(cache=Cache.COLD),
+            {
+                "TRITON_CACHE_DIR": "/folder/triton_cache_dir",
+                "TORCHINDUCTOR_CACHE_DIR": "/folder/torchinductor_cache_dir",
+            },
+        ),
+    ],
+)
+def test_a_process_has_the_variables_of_its_conditions_before_it_uses_a_device(
+    conditions: Conditions, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", own)
+    folder = Path("/folder")
+    order = Order(steps=(), conditions=conditions, folder=folder, wave=folder, number=0, peers=1)
+    prepare_environment(conditions, order)
+    assert own == changed
+
+
+def test_the_key_of_a_path_changes_with_any_of_its_kernels() -> None:
+    keys = {TracedPath(kernels=kernels).key() for kernels in ({"a": "1"}, {"a": "2"}, {"b": "1"})}
+    assert len(keys) == 3
+    assert (
+        TracedPath(kernels={"a": "1", "b": "2"}).key()
+        == TracedPath(kernels={"b": "2", "a": "1"}).key()
+    )
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_trial_that_shows_nothing_has_no_signature(outcome: Outcome) -> None:
+    measured = Measured(
+        index=0,
+        outcome=outcome,
+        failure="",
+        message="",
+        digests=(),
+        duration_s=0.0,
+        promised=True,
+    )
+    is_empty = outcome in (Outcome.INFRA, Outcome.UNKNOWN)
+    assert (signatures_of(measured) == ()) is is_empty
