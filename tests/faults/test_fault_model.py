@@ -17,6 +17,7 @@ from loragate.faults.model import (
     GateItem,
     Group,
     Killer,
+    Needs,
     Part,
     Sighting,
 )
@@ -96,6 +97,7 @@ def test_a_digest_changes_with_what_must_detect_the_fault_and_not_with_the_edit(
         fault(killers=(Killer(replace(CASE, id="another.case"), OracleName.REFERENCE),)),
         fault(shown=(TEST,)),
         fault(only=True),
+        fault(needs=Needs.GPU),
     ]
     assert fault().digest not in {other.digest for other in changed}
 

@@ -156,6 +156,11 @@ def test_the_gate_is_not_credited_with_what_no_part_of_it_detects() -> None:
     ]
     rows = render_detection(payload(lines, [PASSING])).splitlines()
     assert rows[-1] == "| **all faults** | 3 | 2 | 1 | 1 | not measured yet |"
+    # nor with what another one has detected than the one that must
+    missed = detected(replace(FAULT, name="missed"), "permute")
+    missed = replace(missed, outcome=replace(missed.outcome, fate=Fate.MISSED))
+    rows = render_detection(payload([*lines, missed], [PASSING])).splitlines()
+    assert rows[-1] == "| **all faults** | 4 | 2 | 1 | 1 | not measured yet |"
 
 
 def test_a_record_says_which_parts_of_the_gate_have_detected_a_fault() -> None:
@@ -428,6 +433,11 @@ def test_what_was_done_before_an_interruption_is_recorded_and_not_taken_for_all(
     assert recorded()["unfinished"] == rest
     assert main(["faults", "--show", str(path)]) == ExitCode.INCOMPLETE
     assert f"{len(rest)} not planted yet: {rest[0]}, " in capsys.readouterr().err
+    if earlier:
+        # a run of something else leaves open what it was not asked for
+        planting({first}, to_the_end=True)
+        assert main([*arguments, "--only", first]) == ExitCode.WRONG
+        assert recorded()["unfinished"] == rest
     planting({rest[0]}, to_the_end=False)
     assert main([*arguments, "--only", *rest]) == ExitCode.INCOMPLETE
     assert recorded()["unfinished"] == rest[1:]

@@ -99,6 +99,16 @@ def test_a_process_that_dies_before_any_judge_ran_proves_nothing(
     assert late.verdict is Verdict.FAIL
 
 
+def test_a_process_that_dies_between_two_judges_blames_neither(seen: Any) -> None:
+    def write(recorder: Recorder) -> None:
+        recorder.begin(Begun("reference", ITEM.id, Part.CASE))
+        recorder.record(FINE)
+
+    first, death = seen(write, Failure.CRASH)
+    assert first == FINE
+    assert (death.verdict, death.case) == (Verdict.INFRA, "")
+
+
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(runner, "gate_contents", lambda tier: GATE)
