@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +24,7 @@ from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory, Schedule
 from loragate.nightly.wave import Measure
-from loragate.protocol import BaseLayer
+from loragate.protocol import BaseLayer, Capabilities
 from loragate.scan.child import measure, prepare_environment
 from loragate.scan.investigate import signatures_of
 from loragate.scan.messages import Measured, Order, Step
@@ -38,6 +42,7 @@ CASE = Case(
     dtype=Dtype.FP32,
     oracles=(OracleName.REFERENCE,),
 )
+_NUMBERS = count()
 TRUE_CLOCK = time.perf_counter
 
 
@@ -45,8 +50,17 @@ class Watching(TorchSubject):
     """Notes what surrounds each of its steps."""
 
     name = "watching"
+    target: str
     fresh: list[Tensor]
     clocks: list[bool]
+    # called in each step, and before one that is traced
+    surroundings: Callable[[], object] = staticmethod(lambda: None)
+    forgets: Callable[[], object] = staticmethod(lambda: None)
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, forgets=self.forgets)
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> DenseDelta:
         subject = self
@@ -54,6 +68,7 @@ class Watching(TorchSubject):
         class Instance(DenseDelta):
             def apply(self, x: Tensor, out: Tensor) -> Tensor:
                 subject.fresh.append(torch.empty(64))
+                subject.surroundings()
                 subject.clocks.append(time.perf_counter is TRUE_CLOCK)
                 return super().apply(x, out)
 
@@ -62,17 +77,17 @@ class Watching(TorchSubject):
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> type[Watching]:
-    module: Any = ModuleType("watching_subject")
-    module.Watching = Watching
-    monkeypatch.setitem(sys.modules, "watching_subject", module)
+    # what a subject has said of itself is known by its name
+    name = f"watching_subject_{next(_NUMBERS)}"
+    module: Any = ModuleType(name)
+    module.Watching, Watching.target = Watching, f"{name}:Watching"
+    monkeypatch.setitem(sys.modules, name, module)
     Watching.fresh, Watching.clocks = [], []
     return Watching
 
 
 def shown(what: Measure, conditions: Conditions) -> Measured:
-    return measure(
-        Step(run=CaseRun("watching_subject:Watching", CASE), measure=what), conditions, 0
-    )
+    return measure(Step(run=CaseRun(Watching.target, CASE), measure=what), conditions, 0)
 
 
 @pytest.mark.parametrize("what", Measure)
@@ -130,6 +145,35 @@ def test_the_key_of_a_path_changes_with_any_of_its_kernels() -> None:
         TracedPath(kernels={"a": "1", "b": "2"}).key()
         == TracedPath(kernels={"b": "2", "a": "1"}).key()
     )
+
+
+def traced(subject: str) -> Measured:
+    step = Step(run=CaseRun(subject, CASE), measure=Measure.BITS, traced=True)
+    found = measure(step, PLAIN, 0)
+    assert found.outcome is Outcome.RIGHT, found.message
+    return found
+
+
+def test_a_step_has_the_same_source_whatever_its_process_remembers(
+    watching: type[Watching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from functools import cache\n\n@cache\ndef plan(rows):\n    return rows\n"
+    (tmp_path / "remembered_plan.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = importlib.import_module("remembered_plan").plan
+    monkeypatch.setattr(watching, "surroundings", staticmethod(lambda: plan(3)))
+    kept: list[int] = [1]
+    monkeypatch.setattr(watching, "forgets", staticmethod(kept.clear))
+    first, second = (traced(watching.target) for _ in range(2))
+    assert any(file.endswith("remembered_plan.py") for file in first.files)
+    assert (second.files, second.path_key) == (first.files, first.path_key)
+    assert kept == []
+
+
+def test_a_step_of_the_project_s_kernels_has_the_same_source_behind_an_equal_one() -> None:
+    first, second = (traced("lorakernels") for _ in range(2))
+    assert any(file.endswith("dense/plan.py") for file in first.files)
+    assert (second.files, second.path_key) == (first.files, first.path_key)
 
 
 @pytest.mark.parametrize("outcome", Outcome)

@@ -146,6 +146,9 @@ class Capabilities:
     # tensors of an instance that lie on the host beside a GPU, too, so that nobody waits to read
     # them; None: there are none. Asked without a GPU only, where all memory is on the host
     host_tensors: Callable[[Any], Sequence[Tensor]] | None = None
+    # drops what the process keeps of earlier steps, so that the next one runs all of its source;
+    # None: it keeps results of functions alone, by functools. Asked before source is traced
+    forgets: Callable[[], object] | None = None
     # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
 

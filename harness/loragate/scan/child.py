@@ -27,7 +27,7 @@ from loragate.nightly.conditions import Cache, Clock, Conditions, Memory, Schedu
 from loragate.nightly.wave import Measure
 from loragate.scan.imports import import_subjects
 from loragate.scan.messages import Began, Measured, Order, Step, packed
-from loragate.scan.paths import TracedPath, path_of_engine
+from loragate.scan.paths import TracedPath, forget_results, path_of_engine
 
 _TICK_S = 0.005
 # for others of a wave to be as far
@@ -138,6 +138,8 @@ def measure(step: Step, conditions: Conditions, index: int) -> Measured:
         return _not_run(index, Outcome.INFRA, Failure.HARNESS.value, message, begin)
     if isinstance(trial, str):
         return _not_run(index, Outcome.UNKNOWN, "", trial, begin)
+    if step.traced:
+        _forget(trial.capabilities.forgets)
     with _clocks(conditions.clock):
         shown = (_bits if step.measure is Measure.BITS else _judged)(step, trial, conditions)
     if trial.machine.device == "cuda" and shown["failure"] != Failure.CUDA_STICKY:
@@ -149,6 +151,13 @@ def measure(step: Step, conditions: Conditions, index: int) -> Measured:
         promised=trial.capabilities.deterministic,
         **shown,
     )
+
+
+def _forget(forgets: Callable[[], object] | None) -> None:
+    """What earlier trials have left in this process would hide source that the step runs."""
+    forget_results()
+    if forgets is not None:
+        forgets()
 
 
 def _not_run(index: int, outcome: Outcome, failure: str, message: str, begin: float) -> Measured:

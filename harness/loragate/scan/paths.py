@@ -26,6 +26,9 @@ from loragate.matrix.case import Case
 _HARNESS = Path(loragate.__file__).resolve().parent
 # of other packages the versions are recorded with each run
 _FOREIGN = ("torch", "triton", "numpy")
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+# a function with a cache of its results
+_Remembering = type(cache(lambda: None))
 
 
 @dataclass(slots=True)
@@ -92,6 +95,23 @@ def _sources(package: str) -> list[str]:
     if folders is None:
         return [spec.origin] if spec.origin else []
     return [str(path) for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
+
+
+def forget_results() -> None:
+    """Let the functions of the implementation work out anew what they remember of earlier calls:
+    what is remembered is not entered, so that the source of a step would be another one behind
+    other trials. Installed packages keep what they have, which may be more than results: they
+    change with their versions."""
+    for module in [*sys.modules.values()]:
+        if _is_edited(str(getattr(module, "__file__", ""))):
+            for value in [*vars(module).values()]:
+                if isinstance(value, _Remembering) and _is_edited(_file_of(value.__wrapped__)):
+                    value.cache_clear()
+
+
+def _file_of(function: object) -> str:
+    code = getattr(function, "__code__", None)
+    return code.co_filename if isinstance(code, CodeType) else ""
 
 
 @contextmanager
@@ -180,12 +200,22 @@ def _is_own(file: str) -> bool:
     if not file.endswith(".py") or not Path(file).is_file():
         return False
     path = Path(file).resolve()
-    if path.is_relative_to(_HARNESS):
+    if _is_of_harness(file):
         return path.is_relative_to(_HARNESS / "subjects")
     if any(path.is_relative_to(folder) for folder in _foreign_folders()):
         return False
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    installed = _INSTALLED & set(path.parts)
     return bool(installed) or not path.is_relative_to(_resolved(sysconfig.get_paths()["stdlib"]))
+
+
+def _is_of_harness(file: str) -> bool:
+    return Path(file).resolve().is_relative_to(_HARNESS)
+
+
+@cache
+def _is_edited(file: str) -> bool:
+    """Whether a file belongs to the implementation under test, and to no installed package."""
+    return not _INSTALLED & set(Path(file).parts) and _is_own(file) and not _is_of_harness(file)
 
 
 @cache

@@ -74,7 +74,7 @@ from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
 from lorakernels.moe.weights import ExpertWeights
-from lorakernels.runtime import streams
+from lorakernels.runtime import prepared, streams
 
 # the id within a rank, two comparisons, and whether one of them is true
 _BYTES_OF_ID = 8 + 3
@@ -149,6 +149,8 @@ class LoraKernelsSubject:
             allocates=_allocates,
             traceable=_is_traceable,
             streams_from=_streams_from,
+            # launches, by which a step leaves out the plans and checks of an earlier one
+            forgets=prepared._PREPARED.clear,
             refuses=partial(refusal, machine.device),
         )
 
