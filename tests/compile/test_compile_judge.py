@@ -89,6 +89,22 @@ def test_a_kernel_that_reads_what_nothing_has_written_fails_whatever_its_resourc
     assert result.message == "was translated wrongly: reads UR6, which nothing has written"
 
 
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_a_kernel_that_does_not_wait_for_those_around_it_fails_whatever_its_resources(
+    unchanged: bool,
+) -> None:
+    item = replace(_compiled(BEFORE), unordered="reads too early", unchanged=unchanged)
+    result = judge(item, RECORD, subject="toy", triton="3.7.1")
+    assert result.verdict is Verdict.FAIL
+    assert result.message == "is launched dependently: reads too early"
+
+
+def test_a_kernel_that_does_not_compile_any_more_fails_although_it_is_on_record() -> None:
+    result = _judge(None)
+    assert (result.verdict, result.message) == (Verdict.FAIL, "does not compile: boom")
+    assert result.resources is None
+
+
 def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
     huge = replace(BEFORE, shared_bytes=232449)
     result = _judge(huge, record=Record("3.7.1", {KEY: huge}))

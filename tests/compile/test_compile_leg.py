@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loragate.compile_leg import dry_launch, leg, process, record, run
+from loragate.compile_leg import cubin, dry_launch, leg, process, record, run
 from loragate.compile_leg.__main__ import main
 from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
@@ -319,6 +319,25 @@ def test_a_kernel_that_needs_more_tensor_memory_than_a_block_has_does_not_compil
     (found,) = recorder.found
     assert found.resources is None
     assert "needs 513 columns of tensor memory, a block has at most 512" in found.error
+
+
+def test_nothing_that_a_process_has_compiled_before_keeps_a_kernel_from_the_compiler() -> None:
+    recorder: Any = dry_launch._Recorder("label", "sm_90", {})
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"), device_caches={90: "compiled"})
+    caches: list[dict[int, str]] = []
+    recorder._run = lambda kernel, **_: caches.append(dict(kernel.device_caches))
+    recorder.compile(kernel, (), {})
+    assert caches == [{}]
+
+
+def test_bytes_of_stack_and_of_local_memory_are_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = " Function kernel:\n  REG:40 STACK:16 SHARED:1040 LOCAL:8 CONSTANT[0]:560"
+    done = SimpleNamespace(stdout=said, stderr="", returncode=0)
+    monkeypatch.setattr(cubin, "run_tool", lambda *_: done)
+    assert cubin.read_resources(b"", 2048) == Resources(40, 24, 2048)
+    done.returncode = 1
+    with pytest.raises(RuntimeError, match="cuobjdump found"):
+        cubin.read_resources(b"", 2048)
 
 
 def test_a_content_that_triton_cannot_tell_equals_no_other_one() -> None:

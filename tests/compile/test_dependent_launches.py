@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from loragate.compile_leg import record, run
+from loragate.compile_leg import dependents, record, run
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult, Event
 
@@ -116,3 +118,20 @@ def test_kernels_that_do_not_wait_fail_also_where_they_are_those_on_record(
     assert early in messages["early"]
     left = "node 1 (shrink) writes and node 3 (the work behind) writes bytes 0 to 256 of shrunk_ptr"
     assert left in messages["leaves"]
+
+
+def test_what_a_kernel_reads_and_writes_ahead_of_its_wait_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use = SimpleNamespace(reads={0, 1}, writes={1, 2}, early_reads={0}, early_writes={2})
+    monkeypatch.setattr(dependents, "pointer_use", lambda ttir: use)
+    monkeypatch.setattr(dependents, "waits_of", lambda ttir: None)
+    tensors = [(name, torch.empty(4)) for name in ("read", "both", "written")]
+    node = dependents._Launch("kernel", tensors, True, "").node()
+    found = [(access.name, access.is_write, access.is_early) for access in node.accesses]
+    assert found == [
+        ("read", False, True),
+        ("both", False, False),
+        ("both", True, False),
+        ("written", True, True),
+    ]

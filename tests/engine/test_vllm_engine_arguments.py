@@ -197,6 +197,61 @@ def test_each_request_has_its_own_limit_and_tokens_that_end_it_and_no_other_end(
     assert all(own.ignore_eos and own.temperature == 0 for own in served.parameters)
 
 
+class Served:
+    """Stands for vLLM: notes the adapters that it is to load, and has workers that count."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, str, bool]] = []
+        self.removed: list[int] = []
+        self.llm_engine = SimpleNamespace(add_lora=self._add, remove_lora=self.removed.append)
+
+    def _add(self, one: Any) -> None:
+        self.loaded.append((one.lora_int_id, one.lora_path, one.load_inplace))
+
+    def get_metrics(self) -> list[Any]:
+        return []
+
+    def collective_rpc(self, method: object) -> list[tuple[int, int]]:
+        return [(3, 1), (2, 1)]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    served = Served()
+    for name in environment(order_of(), plugin=False):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **_: served))
+    monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace())
+    request = SimpleNamespace(LoRARequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    monkeypatch.setattr(engine, "register", lambda: None)
+    monkeypatch.setattr(engine.EngineEvents, "listen", lambda events: None)
+    return served
+
+
+def test_an_adapter_that_is_loaded_again_keeps_its_number_and_replaces_itself(
+    served: Served,
+) -> None:
+    stock = engine.stock(order_of())
+    stock.load("one", Path("a"))
+    stock.load("other", Path("b"))
+    stock.load("one", Path("c"))
+    stock.unload("one")
+    stock.load("one", Path("a"))
+    assert served.loaded == [(1, "a", False), (2, "b", False), (1, "c", True), (1, "a", False)]
+    assert served.removed == [1]
+
+
+@pytest.mark.parametrize(("plugin", "counts"), [(False, (7, 4)), (True, (5, 2))])
+def test_launches_are_those_of_the_kernels_that_serve_the_engine(
+    plugin: bool, counts: tuple[int, int], served: Served
+) -> None:
+    started = (engine.with_plugin if plugin else engine.stock)(order_of())
+    started._events.kernels.launched, started._events.kernels.captured = 7, 4
+    found = started.counts()
+    assert (found.kernels_launched, found.kernels_captured) == counts
+
+
 def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:
     case, subject = order_of().case, VllmLoraKernelsSubject()
     assert unsupported(case, subject.describe(interpreted=False)) is None

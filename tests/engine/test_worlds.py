@@ -116,6 +116,16 @@ def test_an_adapter_has_factors_for_its_targets_alone(tmp_path: Path) -> None:
         assert targets_of(world) == [wanted, wanted]
 
 
+def test_no_two_adapters_have_the_same_rank_and_no_scale_is_one(tmp_path: Path) -> None:
+    world = build_world(case_of(targets=Targets.LM_HEAD, slots=3), 3, tmp_path)
+    configs = [
+        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        for folder in world.adapters.values()
+    ]
+    assert sorted(config["r"] for config in configs) == [6, 7, 8]
+    assert {config["lora_alpha"] / config["r"] for config in configs} == {1.5}
+
+
 def test_no_adapter_of_random_weights_lacks_the_only_projection_that_is_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -163,6 +163,13 @@ def test_the_gate_is_not_credited_with_what_no_part_of_it_detects() -> None:
     assert rows[-1] == "| **all faults** | 4 | 2 | 1 | 1 | not measured yet |"
 
 
+@pytest.mark.parametrize("verdict", [Verdict.SKIP, Verdict.INCONCLUSIVE, Verdict.PASS])
+def test_a_part_of_the_gate_that_did_not_fail_has_detected_nothing(verdict: Verdict) -> None:
+    seen = Sighting(judge="exact", case="", verdict=verdict, part=Part.CASE)
+    recorded = payload([line(sightings=(seen,))], [PASSING])["faults"][FAULT.name]
+    assert (recorded["detected_by"], recorded["detected_by_gate"]) == ([], False)
+
+
 def test_a_record_says_which_parts_of_the_gate_have_detected_a_fault() -> None:
     lines = [detected(FAULT, "reference"), detected(OTHER, "tests/a.py::b", part=Part.HOST_TEST)]
     recorded = payload(lines, [])["faults"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory, Schedule
 from loragate.nightly.wave import Measure
 from loragate.protocol import BaseLayer, Capabilities
+from loragate.scan import paths
 from loragate.scan.child import measure, prepare_environment
 from loragate.scan.investigate import signatures_of
 from loragate.scan.messages import Measured, Order, Step
@@ -174,6 +175,24 @@ def test_a_step_of_the_project_s_kernels_has_the_same_source_behind_an_equal_one
     first, second = (traced("lorakernels") for _ in range(2))
     assert any(file.endswith("dense/plan.py") for file in first.files)
     assert (second.files, second.path_key) == (first.files, first.path_key)
+
+
+def test_the_files_of_a_kernel_are_those_of_all_that_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "deepest": "def deepest(): ...",
+        "middle": "from deepest import deepest\ndef middle(): deepest()",
+        "kernel": "from middle import middle\ndef kernel(): middle()",
+    }
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        module = importlib.import_module(name)
+        # as functions of Triton are
+        setattr(module, name, SimpleNamespace(fn=getattr(module, name)))
+    function = sys.modules["kernel"].kernel.fn
+    assert {Path(file).stem for file in paths._files_of_kernel(function)} == texts.keys()
 
 
 @pytest.mark.parametrize("outcome", Outcome)

@@ -93,6 +93,9 @@ def test_a_wrong_answer_is_wrong_once_it_came_back_and_never_flaky(trial: NewTri
     assert _state([*clean, once, same_process]).status is Status.UNDECIDED
     assert _state([*clean, once, *differs]).status is Status.UNDECIDED
     assert _state([*clean, once, again]).status is Status.WRONG
+    # processes are counted anew in each night
+    other_night = trial(1, "night-2", process=1, **wrong)
+    assert _state([*clean, once, other_night]).status is Status.WRONG
 
 
 def test_what_the_machine_did_is_no_failure_and_no_success(trial: NewTrial) -> None:
