@@ -185,6 +185,12 @@ def test_the_limit_is_set_by_how_far_the_processes_of_one_build_are_apart() -> N
     assert noisy.change is Change.UNDECIDED
 
 
+def test_the_limit_of_a_call_allows_for_all_judgements_that_share_the_chance_of_an_alarm() -> None:
+    (alone,) = compare([samples(0.0, 0.02)])
+    (one_of_many,) = compare([samples(0.0, 0.02)], judgements=100)
+    assert one_of_many.limit > alone.limit
+
+
 def test_a_row_with_more_noise_than_the_others_is_judged_by_its_own() -> None:
     quiet = [samples(0.0, 0.001, f"row {n}") for n in range(30)]
     *_, last = compare([*quiet, samples(0.02, 0.02)])
