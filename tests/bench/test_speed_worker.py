@@ -19,7 +19,7 @@ from loragate.bench.speed.figures import KernelPair, ResourcePairs, SpeedFigures
 from loragate.bench.speed.orders import Begin, Channel, Order, begin_line, order_line
 from loragate.bench.speed.statistics import Change, Comparison
 from loragate.bench.speed.tables import render_terminal
-from loragate.bench.speed.worker import _rows, serve
+from loragate.bench.speed.worker import _check_package, _rows, serve
 from loragate.bench.timer import Clock
 from loragate.cli import main
 from loragate.core.checkout import project_root
@@ -28,6 +28,7 @@ from loragate.core.resources import Resources
 from loragate.core.verdict import ExitCode
 from loragate.events.log import read_events
 from loragate.events.model import Note
+from loragate.faults.planting import package_folder
 from loragate.records.results import require_section
 
 # a build to compare with, wherever the tests run
@@ -233,3 +234,9 @@ def test_a_kind_that_has_no_single_calls_takes_no_other_build() -> None:
     for name in without:
         with pytest.raises(SystemExit):
             main(["bench", name, "--against", "HEAD"])
+
+
+def test_a_worker_measures_no_other_package_than_that_of_its_build(tmp_path: Path) -> None:
+    _check_package(package_folder().parent)
+    with pytest.raises(AssertionError, match="not the build in"):
+        _check_package(tmp_path)
