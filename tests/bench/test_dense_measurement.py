@@ -11,7 +11,7 @@ from loragate.bench import dense, timer
 from loragate.bench.contender import Contender, WrongResult
 from loragate.bench.dense import measure_row, measure_steps, run_dense
 from loragate.bench.figures import Times
-from loragate.bench.rows import DenseRow
+from loragate.bench.rows import BASE, DenseRow
 from loragate.commands.bench import judge
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
@@ -99,6 +99,26 @@ def test_a_subject_is_timed_together_with_the_base_and_listed_by_name() -> None:
     assert measured.with_lora_us == {"ours": 20.0, "theirs": 30.0}
     assert measured.cold == Times(15.0, {"ours": 30.0, "theirs": 45.0})
     assert all(0.5 < error < 1.5 for error in measured.errors.values())
+
+
+def test_what_is_timed_of_a_subject_is_the_base_product_and_its_delta_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, found = dense._draw_step(ROW, CPU), dict[str, Tensor]()
+
+    def clock(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        for name, call in calls.items():
+            step.out.fill_(float("nan"))
+            call()
+            found[name] = step.out.clone()
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(dense, "_draw_step", lambda row, machine: step)
+    monkeypatch.setattr(dense, "in_turns", clock)
+    measure_row(ROW, [contender("ours")], CPU)
+    assert found.keys() == {BASE, "ours"}
+    assert not any(result.isnan().any() for result in found.values())
+    assert not torch.equal(found[BASE], found["ours"])
 
 
 def test_a_cold_call_follows_an_eviction_whose_time_is_taken_off(
