@@ -153,6 +153,18 @@ def test_the_output_of_an_entry_holds_every_oracle_and_the_command(
     )
 
 
+def test_the_message_of_an_entry_is_that_of_the_judgement_that_decided(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    unsure = Judgement(OracleName.REFERENCE, Verdict.INCONCLUSIVE, None, "vague", {}, {"slot": 1})
+    case = finished("mine.dense_delta.a", Verdict.FAIL, judgements=(unsure, _WRONG))
+    failure = _document(plan("mine.dense_delta.a"), case, *closing).find(".//failure")
+    assert failure is not None
+    assert failure.get("message") == (
+        "wrong_answer; slot 7, token 31; differing 2; 2 elements differ"
+    )
+
+
 def test_a_long_output_is_cut_in_the_middle_with_a_note(plan: Plan, closing: Closing) -> None:
     output = "begin" + "x" * 100_000 + "end"
     root = _document(plan(), _test(Verdict.FAIL, output=output), *closing)

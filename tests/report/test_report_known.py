@@ -166,6 +166,8 @@ def test_the_draw_that_shows_a_finding_is_the_one_that_is_shown(
     assert summary.exit_code is ExitCode.OK
     (case,) = summary.known
     assert (case.shown and case.shown.draw, case.trials) == (1, 2)
+    # none of them failed in another way
+    assert case.bad_trials == ()
 
 
 def test_each_subject_of_an_entry_must_show_it_in_its_own_cases(
@@ -188,6 +190,21 @@ def test_each_subject_of_an_entry_must_show_it_in_its_own_cases(
     # listed for one of them only
     events = (plan(RUN, other), entries[0], fails, as_listed, *closing)
     assert summarize(EventLog(events)).exit_code is ExitCode.WRONG
+
+
+def test_each_finding_goes_by_the_version_of_its_own_package(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    other = listed(
+        "0.27.0", id="another", case=CasePattern("mine.b", LISTED.oracle, (LISTED.failure,))
+    )
+    case = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
+    events = (plan(RUN, "mine.b"), listed(), other, case, finished("mine.b"), *closing)
+    summary = summarize(EventLog(events))
+    assert [(line.finding.id, line.state) for line in summary.ledger] == [
+        ("another", State.OUT_OF_RANGE),
+        ("far-rows", State.KNOWN),
+    ]
 
 
 def test_the_order_of_listed_findings_does_not_matter(

@@ -112,10 +112,12 @@ def test_too_little_memory_is_never_a_pass(
     assert summary.total.executed == 0
 
 
+@pytest.mark.parametrize("verdict", [Verdict.SKIP, Verdict.INCONCLUSIVE, Verdict.PASS])
 def test_too_little_memory_outside_of_an_oracle_is_never_a_pass(
-    plan: Plan, finished: Finished, closing: Closing
+    plan: Plan, finished: Finished, closing: Closing, verdict: Verdict
 ) -> None:
-    case = finished("mine.a", Verdict.SKIP, failure=Failure.OUT_OF_MEMORY, judgements=())
+    good = (Judgement(OracleName.EXACT, Verdict.PASS),)
+    case = finished("mine.a", verdict, failure=Failure.OUT_OF_MEMORY, judgements=good)
     assert _judge(plan("mine.a"), case, *closing).exit_code is ExitCode.INFRASTRUCTURE
 
 
@@ -154,6 +156,8 @@ def test_an_expected_case_that_is_skipped_at_run_time_makes_the_run_incomplete(
     summary = _judge(plan("mine.a"), case, *closing)
     assert summary.exit_code is ExitCode.INCOMPLETE
     assert (summary.total.executed, summary.total.skipped) == (0, 1)
+    assert "1 case skipped at run time" in summary.reasons
+    assert [case.run_id for case in summary.troubles] == ["mine.a"]
 
 
 def test_a_case_that_the_plan_left_out_is_counted_and_does_no_harm(
@@ -162,6 +166,17 @@ def test_a_case_that_the_plan_left_out_is_counted_and_does_no_harm(
     left_out = Skipped(run_id="mine.b", subject="mine", site="dense_delta", reason="rank 512")
     summary = _judge(plan("mine.a", skipped=(left_out,)), finished("mine.a"), *closing)
     assert (summary.exit_code, summary.total.skipped) == (ExitCode.OK, 1)
+
+
+def test_a_site_of_which_the_plan_left_out_every_case_is_counted(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    left_out = Skipped(run_id="mine.c", subject="mine", site="moe_delta", reason="no MoE")
+    summary = _judge(plan("mine.a", skipped=(left_out,)), finished("mine.a"), *closing)
+    assert [(row.site, row.expected, row.skipped) for row in summary.counts] == [
+        ("dense_delta", 1, 0),
+        ("moe_delta", 0, 1),
+    ]
 
 
 @pytest.mark.usefixtures("plain_command")
@@ -185,6 +200,27 @@ def test_a_case_that_was_lost_with_its_whole_leg_is_no_wrong_answer(plan: Plan) 
     summary = _judge(plan("mine.a"), start, leg, end)
     assert summary.troubles[0].verdict is Verdict.INFRA
     assert summary.exit_code is ExitCode.INFRASTRUCTURE
+
+
+def test_a_case_that_ran_when_the_run_was_killed_is_no_wrong_answer(plan: Plan) -> None:
+    start = CaseStarted(run_id="mine.a", worker="gw0", draw=0, seed=9)
+    summary = _judge(plan("mine.a"), LegStarted(name="kernels"), start)
+    assert summary.troubles[0].verdict is Verdict.INFRA
+    assert (
+        summary.troubles[0].message
+        == "worker gw0 was lost together with its leg while it ran draw 0"
+    )
+    assert summary.exit_code is ExitCode.INFRASTRUCTURE
+
+
+def test_of_several_draws_that_crashed_the_last_is_shown_in_whatever_order_they_began(
+    plan: Plan, closing: Closing
+) -> None:
+    starts = [CaseStarted(run_id="mine.a", worker="gw0", draw=n, seed=9) for n in (1, 2)]
+    for order in (starts, starts[::-1]):
+        summary = _judge(plan("mine.a"), *order, *closing)
+        assert summary.troubles[0].message == "worker gw0 crashed while it ran draw 2"
+        assert summary.troubles[0].bad_trials == ((1, 0), (2, 0))
 
 
 def test_a_crash_in_a_later_draw_is_not_hidden_by_an_earlier_pass(
@@ -261,6 +297,16 @@ def test_a_leg_that_did_not_pass_decides_the_run(
     started = plan("mine.a", legs=("host", "kernels"))
     summary = _judge(started, finished("mine.a"), leg, good, end)
     assert summary.exit_code is expected
+    assert summary.reasons[0].startswith("leg host: ")
+
+
+def test_a_leg_recorded_twice_keeps_its_worse_record(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    wrong = LegFinished(name="kernels", verdict=Verdict.FAIL, exit_code=1, duration_s=1.0)
+    for records in ((wrong, *closing), (*closing, wrong)):
+        summary = _judge(plan("mine.a"), finished("mine.a"), *records)
+        assert summary.exit_code is ExitCode.WRONG
 
 
 def test_a_planned_leg_that_did_not_run_makes_the_run_incomplete(
@@ -296,6 +342,30 @@ def test_a_kernel_that_was_not_compiled_makes_the_run_incomplete(
     assert summary.reasons[0] == "mine/compile: 1 of 2 expected executed"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (Verdict.INFRA, ExitCode.INFRASTRUCTURE),
+        (Verdict.INCONCLUSIVE, ExitCode.INCOMPLETE),
+        (Verdict.SKIP, ExitCode.INCOMPLETE),
+    ],
+)
+def test_a_kernel_that_could_not_be_judged_is_never_a_pass(
+    plan: Plan, closing: Closing, verdict: Verdict, expected: ExitCode
+) -> None:
+    summary = _judge(_compiling(plan, count=1), _compiled(verdict, "no ptxas"), *closing)
+    assert summary.exit_code is expected
+    assert f"compile {verdict}: _shrink for sm_90 (rank-16): no ptxas" in summary.reasons
+
+
+def test_a_kernel_recorded_twice_keeps_its_worse_record(plan: Plan, closing: Closing) -> None:
+    grown, good = _compiled(Verdict.FAIL, "8 spills"), _compiled(Verdict.PASS)
+    for records in ((grown, good), (good, grown)):
+        summary = _judge(_compiling(plan, count=1), *records, *closing)
+        assert [result.message for result in summary.compiles] == ["8 spills"]
+        assert summary.exit_code is ExitCode.WRONG
+
+
 def test_the_order_of_the_events_does_not_matter(example_run: EventLog) -> None:
     shuffled = list(example_run.events)
     random.Random(3).shuffle(shuffled)
@@ -309,6 +379,15 @@ def test_a_case_recorded_by_two_processes_keeps_its_worse_record(
     for records in ((hang, finished("mine.a")), (finished("mine.a"), hang)):
         summary = _judge(plan("mine.a"), *records, *closing)
         assert (summary.troubles[0].failure, summary.exit_code) == (Failure.HANG, ExitCode.WRONG)
+
+
+def test_a_run_that_could_not_be_recorded_in_full_is_no_better_than_infra(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    log = EventLog((plan("mine.a"), finished("mine.a"), *closing))
+    summary = summarize(log, problems=("events.jsonl: cannot be written: disk full",))
+    assert summary.exit_code is ExitCode.INFRASTRUCTURE
+    assert summary.reasons == ("events.jsonl: cannot be written: disk full",)
 
 
 def test_the_notes_count_what_could_not_be_read(
