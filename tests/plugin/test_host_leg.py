@@ -212,6 +212,12 @@ def test_a_leg_records_what_it_skipped_and_is_incomplete_if_a_package_is_missing
     assert skipped.message in note
 
 
+def test_a_leg_whose_every_test_is_skipped_has_judged_nothing(run_leg: Leg):
+    leg = run_leg(workers=0, test_other=NOT_MEANT)
+    assert leg.exit_code == ExitCode.INCOMPLETE, leg.output
+    assert leg.close().exit_code is ExitCode.INCOMPLETE
+
+
 @pytest.mark.drill(
     tried="A host test that fails",
     exit_code=ExitCode.WRONG,

@@ -69,6 +69,7 @@ def test_a_draw_that_never_started_did_not_pass(
 ) -> None:
     summary = _judge(plan("mine.a", draws=(0, 1)), finished("mine.a"), *closing)
     assert [a.verdict for a in summary.draws] == [Verdict.PASS, Verdict.INCONCLUSIVE]
+    assert "\n1 of 2 draws passed\n" in render_summary(summary, Colour.OFF)
 
 
 @pytest.mark.usefixtures("plain_command")

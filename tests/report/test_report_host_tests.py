@@ -59,11 +59,33 @@ def test_a_leg_of_host_tests_that_passed_without_any_has_judged_nothing(
     summary = _judge(plan, finished, closing, leg)
     assert summary.exit_code is ExitCode.INCOMPLETE
     assert summary.reasons == ("leg host: no test was collected",)
-    for event in (_test("t::a"), HostTestsCollected(leg="host", tests=())):
-        assert _judge(plan, finished, closing, leg, event).exit_code is ExitCode.OK
+    assert _judge(plan, finished, closing, leg, _test("t::a")).exit_code is ExitCode.OK
     # of another leg
     found = HostTestFinished(leg="gpu", test="t::a", verdict=Verdict.PASS, duration_s=1.0)
     assert _judge(plan, finished, closing, leg, found).exit_code is ExitCode.INCOMPLETE
+
+
+def test_a_leg_of_host_tests_that_passed_with_each_of_them_skipped_has_judged_nothing(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    leg = LegFinished(name="host", verdict=Verdict.PASS, exit_code=0, duration_s=1.0)
+    skipped = [_test(name, Verdict.SKIP, message="no GPU") for name in ("t::a", "t::b")]
+    summary = _judge(plan, finished, closing, leg, *skipped)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert summary.reasons == ("leg host: every test was skipped",)
+    assert _judge(plan, finished, closing, leg, *skipped, _test("t::c")).exit_code is ExitCode.OK
+
+
+def test_tests_of_one_name_in_two_legs_are_two(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    collected = HostTestsCollected(leg="host 2", tests=("t::a",))
+    ends = (_test("t::a"), _test("t::a", Verdict.FAIL, leg="host 2"))
+    summary = _judge(plan, finished, closing, collected, *ends)
+    assert [(test.leg, test.verdict) for test in summary.host_tests] == [
+        ("host", Verdict.PASS),
+        ("host 2", Verdict.FAIL),
+    ]
 
 
 def test_a_host_test_that_never_ended_is_inconclusive_by_name(

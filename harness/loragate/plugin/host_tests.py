@@ -101,7 +101,8 @@ class HostTests:
             verdicts.append(Verdict.INFRA)
         if self._collected - self._verdicts.keys():
             verdicts.append(Verdict.INCONCLUSIVE)
-        found = worst([v for v in verdicts if v is not Verdict.SKIP] or [Verdict.PASS])
+        # where every test was skipped, nothing was judged
+        found = worst(verdict for verdict in verdicts if verdict is not Verdict.SKIP)
         # a failure counts for more than how the session ended
         if found is Verdict.FAIL or (session.exitstatus in _OF_TESTS and found is not Verdict.PASS):
             session.exitstatus = EXIT_CODES[found].value

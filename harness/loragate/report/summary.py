@@ -21,7 +21,6 @@ from loragate.events.model import (
     Event,
     Expected,
     HostTestFinished,
-    HostTestsCollected,
     Note,
     RunFinished,
     RunStarted,
@@ -127,7 +126,7 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         *_compile_findings(compiles),
         *_host_test_findings(host_tests),
         *_leg_findings(legs),
-        *_without_tests(legs, log.events),
+        *_without_tests(legs, host_tests),
         *_never_started(missing),
         *_gaps(row for row in counts if row.site != COMPILE_SITE),
         *_draw_gaps(draws),
@@ -194,12 +193,17 @@ def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
             yield grave, f"leg {leg.name}: {leg.verdict}{detail}"
 
 
-def _without_tests(legs: Sequence[LegOutcome], events: Sequence[Event]) -> Iterable[Finding]:
-    """Nobody plans how many host tests there are, but for their leg without any."""
-    found = {e.leg for e in events if isinstance(e, (HostTestsCollected, HostTestFinished))}
+def _without_tests(
+    legs: Sequence[LegOutcome], tests: Sequence[HostTestFinished]
+) -> Iterable[Finding]:
+    """Nobody plans how many host tests there are, but their leg has to judge one."""
+    found = [test.verdict for test in tests if test.leg == HOST_LEG]
+    if any(verdict is not Verdict.SKIP for verdict in found):
+        return
     for leg in legs:
-        if leg.name == HOST_LEG and leg.verdict is Verdict.PASS and leg.name not in found:
-            yield Verdict.INCONCLUSIVE, f"leg {leg.name}: no test was collected"
+        if leg.name == HOST_LEG and leg.verdict is Verdict.PASS:
+            why = "every test was skipped" if found else "no test was collected"
+            yield Verdict.INCONCLUSIVE, f"leg {leg.name}: {why}"
 
 
 def _ledger_findings(ledger: Iterable[Line]) -> Iterable[Finding]:
