@@ -14,6 +14,7 @@ from loragate.events.durations import durations_of
 from loragate.events.log import EventLog, EventWriter, read_events
 from loragate.events.model import (
     CaseFinished,
+    CaseStarted,
     Event,
     Expected,
     HostTestFinished,
@@ -216,11 +217,15 @@ def test_differences_of_the_environments_and_notes_of_shards_are_shown(shards: S
 def test_a_shard_with_local_changes_is_named_because_nothing_compares_them(
     shards: Shards,
 ) -> None:
-    assert not merged(shards).notes
-    shards[1] = changed(shards[1], tree=Tree.DIRTY)
-    (note,) = merged(shards).notes
-    assert note.startswith("shard 1/")
-    assert note.endswith("had local changes, which others may not have had")
+    clean = {index: changed(events, tree=Tree.CLEAN) for index, events in shards.items()}
+    assert not merged(clean).notes
+    for index in shards:
+        summary = merged({**clean, index: changed(shards[index], tree=Tree.DIRTY)})
+        (note,) = summary.notes
+        assert note.startswith(f"shard {index}/")
+        assert note.endswith("had local changes, which others may not have had")
+        assert summary.plan is not None
+        assert summary.plan.tree is Tree.DIRTY
 
 
 def test_host_tests_keep_their_leg_and_workers_name_their_shard(
@@ -232,6 +237,36 @@ def test_host_tests_keep_their_leg_and_workers_name_their_shard(
     assert test in events
     workers = {e.worker for e in events if isinstance(e, CaseFinished)}
     assert workers == {"1/gw0", "2/gw0", "3/gw0"}
+
+
+def test_what_fails_beside_the_cases_of_a_shard_belongs_to_their_leg_of_that_shard(
+    shards: Shards,
+) -> None:
+    broken = HostTestFinished(leg="gpu", test="cases/x.py", verdict=Verdict.FAIL, duration_s=1.0)
+    for index in (1, 2):
+        shards[index].append(broken)
+    assert [(test.leg, test.test) for test in merged(shards).bad_host_tests] == [
+        ("gpu 1", "cases/x.py"),
+        ("gpu 2", "cases/x.py"),
+    ]
+
+
+@pytest.mark.parametrize("index", PARTS)
+def test_a_case_that_kills_its_worker_in_one_shard_fails_the_merged_run(
+    shards: Shards, index: int
+) -> None:
+    name = PARTS[index][0]
+    shards[index] = [e for e in shards[index] if getattr(e, "run_id", "") != name]
+    shards[index].append(CaseStarted(run_id=name, worker="gw0", draw=0, seed=1))
+    (case,) = merged(shards).troubles
+    assert (case.run_id, case.verdict, case.failure) == (name, Verdict.FAIL, Failure.CRASH)
+
+
+def test_what_could_not_be_read_of_a_shard_is_named(shards: Shards) -> None:
+    torn = EventLog(tuple(shards[2]), damaged=2)
+    reports = [report(1, shards[1]), ShardReport("r2", torn, "logs/2"), report(3, shards[3])]
+    summary = summarize(EventLog(merged_events(reports, run="m")))
+    assert summary.notes == ("shard 2/3: 2 records torn or damaged were left out",)
 
 
 def write(folder: Path, events: Sequence[Event], run: str) -> str:

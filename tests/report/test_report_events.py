@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,6 +175,18 @@ def test_a_writer_does_not_continue_the_torn_line_of_a_killed_one(tmp_path: Path
     with EventWriter(path, run="r", durability=Durability.SYNCED) as writer:
         writer.write(Note(text="whole"))
     assert read_events(path) == EventLog((Note(text="whole"),), damaged=1)
+
+
+def test_a_record_that_the_system_takes_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, run="r") as writer:
+        writer.write(Note(text="whole"))
+        writer.write(Note(text="whole, too"))
+    assert read_events(path) == EventLog((Note(text="whole"), Note(text="whole, too")))
 
 
 def test_lines_of_several_writers_do_not_interleave(tmp_path: Path) -> None:

@@ -343,6 +343,7 @@ def test_a_finding_with_a_size_is_read_back_as_it_was_recorded(tmp_path: Path) -
 def test_progress_shows_a_known_case_as_known(plan: Plan, finished: Finished) -> None:
     progress = Progress(Colour.OFF, Liveness.LOG)
     case = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
-    events: list[Event] = [plan(RUN), listed(), case]
+    another = listed(id="another", case=replace(SIZED, run="mine.b"))
+    events: list[Event] = [plan(RUN), listed(), another, case]
     text = "".join(map(progress.feed, events))
     assert text.splitlines() == [f"KNOWN  {RUN}  far-rows", "1/1 cases"]

@@ -96,6 +96,22 @@ def test_the_page_says_what_is_wrong_where_and_how_to_run_it_again(summary: Summ
     assert page.endswith("\nReport: ` report `\n")
 
 
+def test_a_kernel_that_could_not_be_compiled_is_among_those_that_did_not_pass(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    kernel = CompileResult(
+        subject="mine",
+        kernel="expand",
+        specialisation="rank-16",
+        arch="sm_90",
+        verdict=Verdict.INFRA,
+        message="no ptxas",
+    )
+    summary = summarize(EventLog((plan("mine.a"), finished("mine.a"), kernel, *closing)))
+    page = render_step_summary(summary, Path("report"))
+    assert "- **INFRA** ` expand (rank-16) for sm_90 `\n  - ` no ptxas `\n" in page
+
+
 def test_many_failures_are_shortened_to_a_number(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
