@@ -143,6 +143,14 @@ def test_what_fails_in_the_session_of_the_cases_belongs_to_their_leg_whichever_b
     assert failure.leg == "gpu"
 
 
+def test_an_event_says_which_trial_has_ended_and_how_it_is_run_again() -> None:
+    run = CaseRun("a", CASE, draw=3, repeat=2)
+    ended = end_of(run, Verdict.PASS, worker="gw1", gpu="0", duration_s=1.0)
+    assert (ended.run_id, ended.subject, ended.site) == (run.run_id, "a", "dense_delta")
+    assert (ended.trial, ended.seed, ended.replay) == ((3, 2), run.seed, run.replay)
+    assert (ended.worker, ended.gpu) == ("gw1", "0")
+
+
 def test_of_a_message_of_megabytes_an_event_has_the_beginning_and_the_end() -> None:
     text = f"begins {'x' * 10_000_000} ends"
     judged = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.EXCEPTION, text)

@@ -104,6 +104,13 @@ def test_shards_that_passed_are_one_run_that_passed(shards: Shards) -> None:
     assert summary.notes == ()
 
 
+def test_what_each_shard_left_out_is_counted(shards: Shards) -> None:
+    for index in PARTS:
+        skip = Skipped(run_id=f"mine.{index}", subject="mine", site="dense_delta", reason="no")
+        shards[index] = changed(shards[index], skipped=(skip,))
+    assert merged(shards).total.skipped == 3
+
+
 def test_a_missing_shard_leaves_the_run_incomplete_and_names_its_cases_and_legs(
     shards: Shards,
 ) -> None:

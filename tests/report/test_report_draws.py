@@ -92,6 +92,14 @@ def test_a_case_that_fails_with_two_draws_is_shown_with_the_replay_of_each(
     assert "1 of 3 draws passed" in lines
 
 
+def test_a_case_that_a_draw_did_not_judge_is_shown_with_its_replay(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    unsure = finished("mine.a", Verdict.INCONCLUSIVE, draw=1, judgements=(), replay="again")
+    summary = _judge(plan("mine.a", draws=(0, 1)), finished("mine.a"), unsure, *closing)
+    assert [case.replay for draw in summary.draws for case in draw.troubles] == ["again"]
+
+
 def test_each_repeat_of_a_draw_is_expected(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:

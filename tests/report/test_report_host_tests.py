@@ -146,4 +146,5 @@ def test_progress_names_a_bad_host_test_at_once_and_no_good_one() -> None:
     progress = Progress(Colour.OFF, Liveness.LOG)
     assert progress.feed(_test("t::a")) == ""
     assert progress.feed(_test("t::a", Verdict.SKIP)) == ""
-    assert progress.feed(_test("t::a", Verdict.FAIL)) == "FAIL  t::a\n"
+    for bad in (Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE):
+        assert progress.feed(_test("t::a", bad)) == f"{bad.upper()}  t::a\n"

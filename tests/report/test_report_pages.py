@@ -93,6 +93,27 @@ def test_the_terminal_shows_evidence_place_and_the_replay_command(
     ]
 
 
+def test_the_terminal_names_what_never_started(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    events = (plan("mine.a", "mine.gone"), finished("mine.a"), *closing)
+    text = render_summary(summarize(EventLog(events)), Colour.OFF)
+    assert "planned, but never started:\n  mine.gone\n" in text
+
+
+def test_judgements_that_differ_in_a_figure_alone_are_shown_apart(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    judgements = [
+        Judgement(name, Verdict.FAIL, Failure.RACE, "two writers", {"writes": count})
+        for name, count in ((OracleName.RACE, 2.0), (OracleName.SCHEDULE, 3.0))
+    ]
+    wrong = finished("mine.a", Verdict.FAIL, judgements=tuple(judgements))
+    summary = summarize(EventLog((plan("mine.a"), wrong, *closing)))
+    for report in (render_summary(summary, Colour.OFF), render_html(summary)):
+        assert re.search("writes.*2.*writes.*3", report, re.DOTALL)
+
+
 def test_the_terminal_ends_with_what_the_exit_code_means(example: Summary) -> None:
     closing = render_summary(example, Colour.OFF).split("\n\n")[-1].splitlines()
     assert closing[0] == "FAIL in 1 min 15 s: a result is not what it must be (exit 1)"
@@ -348,6 +369,15 @@ def test_the_heat_map_has_one_column_for_every_planned_case(example: Summary) ->
         ("lorakernels", "lora_linear"): 12,
         ("our_fork", "dense_delta"): 36,
     }
+
+
+def test_the_heat_map_leads_to_each_case_that_the_page_shows_on_its_own(
+    example: Summary,
+) -> None:
+    strips = [strip for band in bands(example) for strip in band.strips]
+    linked = {column.run_id for strip in strips for column in strip.columns if column.linked}
+    assert {case.verdict for case in example.troubles} > {Verdict.FAIL}
+    assert linked == {case.run_id for case in (*example.troubles, *example.known)}
 
 
 def test_the_heat_map_breaks_many_cases_into_strips_that_fit(
