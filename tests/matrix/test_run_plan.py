@@ -15,6 +15,8 @@ from loragate.matrix.case import Case, Dtype, Layout, Site, Tier
 from loragate.matrix.ids import run_id, seed_of
 from loragate.matrix.patterns import SelectionError
 from loragate.matrix.plan import Candidate, Plan, plan
+from loragate.matrix.selection import Selection, select_runs
+from loragate.matrix.shards import Shard
 from loragate.matrix.show import plan_json, render_plan
 
 CPU = Machine("cpu", "x86_64", None, 1, 0)
@@ -105,6 +107,17 @@ def test_what_a_subject_refuses_is_skipped_for_it_alone_and_not_expected() -> No
         ("theirs", dense): (run_id("theirs", SMOKE),),
         ("theirs", linear): (run_id("theirs", LINEAR),),
     }
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_plan_and_a_session_give_a_shard_the_same_cases_though_a_subject_refuses_some(
+    index: int,
+) -> None:
+    shard = Shard(index=index, count=3)
+    made = plan(CASES, [OURS, THEIRS], Tier.SMOKE, CPU)
+    names = (OURS.name, THEIRS.name)
+    selection = Selection(matrix=(), subjects=names, tier=Tier.SMOKE, shard=shard)
+    assert shard.part(made.run_ids) == {run.run_id for run in select_runs(selection, CASES)}
 
 
 def test_a_plan_is_sorted_by_run_id_and_draw_whatever_the_order_of_its_input() -> None:
