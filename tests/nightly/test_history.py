@@ -57,6 +57,8 @@ def test_a_run_that_ends_later_keeps_its_end(tmp_path: Path, scan_run: NewRun) -
         history.add_run(scan_run(finished_at=2000.0))
         # a copy of the run from before its end changes nothing
         history.add_run(scan_run())
+        # nor does another end
+        history.add_run(scan_run(finished_at=3000.0))
         assert [run.finished_at for run in history.runs()] == [2000.0]
 
 
@@ -84,6 +86,9 @@ def test_merging_counts_each_trial_once(tmp_path: Path, scan_run: NewRun, trial:
     old.add_run(scan_run("b"))
     assert here.merge(old) == 0
     assert [run.finished_at for run in here.runs()] == [None, 9.0]
+    # and gets its end
+    old.merge(here)
+    assert [run.finished_at for run in old.runs()] == [None, 9.0]
 
 
 def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: NewTrial) -> None:
