@@ -26,6 +26,7 @@ from loragate.history import (
     ScanRun,
     TrialRecord,
     open_history,
+    store,
     tables,
 )
 from loragate.history.fields import checked
@@ -91,7 +92,16 @@ def test_merging_counts_each_trial_once(tmp_path: Path, scan_run: NewRun, trial:
     assert [run.finished_at for run in old.runs()] == [None, 9.0]
 
 
-def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: NewTrial) -> None:
+@pytest.mark.parametrize("batch", [store._BATCH, 2])
+def test_a_history_travels_as_lines(
+    tmp_path: Path,
+    scan_run: NewRun,
+    trial: NewTrial,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+) -> None:
+    # records are added and read in batches
+    monkeypatch.setattr(store, "_BATCH", batch)
     with open_history(tmp_path / "h.db") as history:
         history.add_run(scan_run())
         for number in range(3):

@@ -101,6 +101,15 @@ def test_a_case_is_released_after_so_many_clean_runs_in_a_row(trial: NewTrial) -
     assert (found.clean, found.released) == (0, False)
 
 
+def test_runs_from_before_the_day_of_an_entry_release_nothing(trial: NewTrial) -> None:
+    trials = [
+        trial(0, f"night-{k}", case="a", outcome=Outcome.RIGHT, at=_BEGIN + k * 86400)
+        for k in range(-5, 2)
+    ]
+    (found,) = held([_HELD], trials, (), date(2026, 11, 3))
+    assert (found.clean, found.trials, found.released) == (2, 7, False)
+
+
 @pytest.mark.parametrize("changing", [False, True])
 def test_a_case_with_other_bits_in_one_process_of_each_night_is_not_released(
     changing: bool, trial: NewTrial
