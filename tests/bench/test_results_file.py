@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import time
@@ -123,6 +124,21 @@ def test_a_file_that_cannot_be_read_is_never_overwritten(
     assert path.read_text(errors="surrogateescape") == text
 
 
+def test_a_disk_that_cannot_be_read_costs_no_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = tmp_path / "gpu.json"
+    update_section(path, "gate", {"executed": 1})
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "read_bytes", failing)
+        with pytest.raises(ResultsError, match="gpu.json: Input/output error"):
+            update_section(path, "scan", {})
+    assert read_section(path, "gate") == {"executed": 1}
+
+
 def test_provenance_names_code_versions_and_machine_but_no_path_on_the_disk() -> None:
     origin = provenance(Machine("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37), commit="abc")
     assert origin["machine"]["compute_capability"] == [9, 0]
@@ -153,14 +169,19 @@ def test_the_record_itself_does_not_make_the_tree_dirty_but_any_other_file_does(
     assert commit_and_tree(tmp_path, ignoring=record)[1] is Tree.DIRTY
 
 
+@pytest.mark.parametrize("edited", [("made meanwhile", Tree.CLEAN), ("first", Tree.DIRTY)])
 @pytest.mark.parametrize(("noted", "tree"), [(False, "clean"), (True, "dirty")])
 def test_a_record_names_the_code_of_the_start_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: bool, tree: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    noted: bool,
+    tree: str,
+    edited: tuple[str, Tree],
 ) -> None:
-    commits = ["first"]
-    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
+    checkouts = [("first", Tree.CLEAN)]
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: checkouts[-1])
     opened = Recorder.open(tmp_path / "gpu.json", "gate")
-    commits.append("made meanwhile")
+    checkouts.append(edited)
     if noted:
         opened.note_edits()
     opened.save({"executed": 4})

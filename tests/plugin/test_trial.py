@@ -211,6 +211,9 @@ def test_nothing_is_judged_after_the_device_is_lost(judge, monkeypatch):
     monkeypatch.setattr(run_trial, "device_answers", lambda machine: False)
     (judgement,) = judge(FakeOracle(NAMES[0], RuntimeError("illegal")), FakeOracle(NAMES[1]))
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.CUDA_STICKY)
+    # what was judged before stays
+    first, last = judge(FakeOracle(NAMES[0]), FakeOracle(NAMES[1], RuntimeError("illegal")))
+    assert (first.verdict, last.failure) == (Verdict.PASS, Failure.CUDA_STICKY)
 
 
 def test_ctrl_c_is_not_a_failure_of_the_subject(judge):
