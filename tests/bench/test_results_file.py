@@ -134,7 +134,7 @@ def test_a_disk_that_cannot_be_read_costs_no_section(
     update_section(path, "gate", {"executed": 1})
     with monkeypatch.context() as disk:
         disk.setattr(Path, "read_bytes", failing)
-        with pytest.raises(ResultsError, match="gpu.json: Input/output error"):
+        with pytest.raises(ResultsError, match=r"gpu\.json: Input/output error"):
             update_section(path, "scan", {})
     assert read_section(path, "gate") == {"executed": 1}
 
