@@ -142,6 +142,21 @@ def test_what_yaml_silently_turns_into_something_else_is_reported(
     assert problems_of(path) == [f"bad.yaml:6: {reported}"]
 
 
+def test_an_oracle_of_engines_is_refused_where_there_is_none_and_the_other_way_round(
+    write: Write,
+) -> None:
+    path = write(GOOD.replace("[reference]", "[reference, tokens]"))
+    (line,) = problems_of(path)
+    assert line.startswith(
+        "bad.yaml:6: groups.one.oracles: given tokens for site dense_delta; allowed: reference, "
+    )
+    engines = write(GOOD.replace("dense_delta", "engine"))
+    assert (
+        "bad.yaml:6: groups.one.oracles: given reference for site engine; "
+        "allowed: tokens, engine_properties, liveness" in problems_of(engines)
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
