@@ -199,6 +199,12 @@ def test_a_given_commit_stands_for_one_that_is_not_known(
     section = read_section(tmp_path / "gpu.json", "gate")
     assert section is not None
     assert opened.commit == section["commit"] == "abc"
+    # and for no other
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: ("known", Tree.CLEAN))
+    Recorder.open(tmp_path / "gpu.json", "gate", commit="abc").save({})
+    section = read_section(tmp_path / "gpu.json", "gate")
+    assert section is not None
+    assert section["commit"] == "known"
 
 
 def test_a_file_that_breaks_during_a_run_ends_the_command_as_an_infrastructure_failure(

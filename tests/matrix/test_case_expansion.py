@@ -97,6 +97,17 @@ def test_an_exclusion_also_sees_defaults(load: Load) -> None:
     assert [case.in_features for case in cases] == [50]
 
 
+def test_each_include_is_a_case(load: Load) -> None:
+    cases = load(
+        HEAD
+        + "      - {in_features: 48, slices: [33]}\n"
+        + "    include:\n"
+        + "      - {in_features: 48, slices: [33], rank: 3}\n"
+        + "      - {in_features: 50, slices: [33], rank: 4}\n"
+    )
+    assert sorted((case.in_features, case.rank) for case in cases) == [(48, 3), (48, 8), (50, 4)]
+
+
 def test_an_include_is_added_whatever_is_excluded(load: Load) -> None:
     cases = load(
         HEAD

@@ -229,6 +229,8 @@ def test_pruning_leaves_what_was_not_right(
         history.add_run(scan_run("old", started_at=1.0))
         history.add_run(scan_run("empty", started_at=1.0))
         history.add_run(scan_run("new", started_at=500.0))
+        # one that is about to add its first trial
+        history.add_run(scan_run("newest", started_at=600.0))
         history.add(trial(0, "old", at=1.0, path="another"))
         history.add(trial(1, "old", at=2.0, outcome=Outcome.DIFFERENT))
         history.add(trial(2, "old", at=3.0, path="another"))
@@ -237,7 +239,7 @@ def test_pruning_leaves_what_was_not_right(
         assert history.prune(before=400.0) == 1
         kept = [(t.run, t.number) for t in history.trials()]
         assert kept == [("old", 0), ("old", 1), ("new", 0)]
-        assert [run.uid for run in history.runs()] == ["old", "new"]
+        assert [run.uid for run in history.runs()] == ["old", "new", "newest"]
 
 
 @pytest.mark.parametrize("command", ["morning", "history prune --days 3", "history export lines"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -140,6 +141,11 @@ def test_bits_that_another_environment_or_source_explains_do_not_keep_a_case(
     ]
     (found,) = held([_HELD], trials, runs, date(2026, 11, 26))
     assert (found.clean, found.failures) == (6, 0)
+    # nor do bits that nobody promises
+    trials = [replace(t, path_key="key", run="night", number=k) for k, t in enumerate(trials)]
+    assert held([_HELD], trials, (), date(2026, 11, 26))[0].failures > 0
+    trials = [replace(t, promised=False) for t in trials]
+    assert held([_HELD], trials, (), date(2026, 11, 26))[0].failures == 0
 
 
 def test_trials_of_others_and_of_diagnoses_release_nothing(trial: NewTrial) -> None:
