@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_a_report_has_the_verdict_the_results_and_what_is_missing(
     assert [result.run_id for result in report.troubles] == ["mine.a", "mine.b"]
 
 
+@pytest.mark.parametrize("verdict", [v for v in api.Verdict if v is not PASS])
+def test_whatever_did_not_pass_is_a_trouble(
+    report_of: Callable[..., api.Report], verdict: api.Verdict
+) -> None:
+    failure = api.Failure.HARNESS if verdict in (FAIL, api.Verdict.INFRA) else None
+    judged = (Judgement(OracleName.EXACT, verdict, failure),)
+    case = replace(finished("mine.a"), verdict=verdict, judgements=judged)
+    report = report_of("one", [started("mine.a", "mine.b"), case, finished("mine.b"), END])
+    assert [(one.run_id, one.verdict) for one in report.troubles] == [("mine.a", verdict)]
+
+
 def test_a_folder_without_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read events"):
         api.read(tmp_path)
@@ -123,6 +135,21 @@ def test_a_difference_names_what_is_worse_better_new_gone_and_missing(
         missing=("mine.never",),
         environment={},
     )
+
+
+def test_a_case_that_another_failure_of_the_machine_stops_is_another_difference(
+    report_of: Callable[..., api.Report],
+) -> None:
+    def stopped(failure: api.Failure) -> list[Event]:
+        judged = (Judgement(OracleName.EXACT, api.Verdict.INFRA, failure),)
+        case = replace(finished("mine.a"), verdict=api.Verdict.INFRA, judgements=judged)
+        return [started("mine.a"), case, END]
+
+    reports = {
+        f: report_of(f, stopped(f)) for f in (api.Failure.HARNESS, api.Failure.OUT_OF_MEMORY)
+    }
+    (change,) = api.compare(*reports.values()).other
+    assert (change.before.failure, change.now.failure) == tuple(reports)
 
 
 def test_options_become_arguments_that_the_gate_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,20 @@ def test_what_yaml_silently_turns_into_something_else_is_reported(
     assert problems_of(path) == [f"bad.yaml:6: {reported}"]
 
 
+@pytest.mark.parametrize(
+    ("given", "reported"),
+    [
+        ("[]", "given []; allowed: reference, exact, "),
+        ("[exact, exact]", "given exact twice; allowed: each value once"),
+    ],
+)
+def test_a_group_has_an_oracle_and_each_of_them_once(
+    write: Write, given: str, reported: str
+) -> None:
+    (line,) = problems_of(write(GOOD.replace("[reference]", given)))
+    assert line.startswith(f"bad.yaml:6: groups.one.oracles: {reported}")
+
+
 def test_an_oracle_of_engines_is_refused_where_there_is_none_and_the_other_way_round(
     write: Write,
 ) -> None:

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from loragate.core.child_process import Watch, Watched
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode, Judgement, OracleName, Verdict
 from loragate.events.log import read_events
@@ -232,6 +233,25 @@ def test_an_interruption_ends_all_legs_that_run_with_all_that_they_have_started(
     logs = [(report / f"logs/{name}.log").read_text() for name in ("gpu", "compile")]
     assert [log.splitlines()[1:] for log in logs] == [["cleaned up"]] * 2
     assert not list(filter(is_alive, (int(pid) for log in logs for pid in log.split()[:2])))
+
+
+class InterruptedAtAnEnd(Watch):
+    """An interruption comes while what a leg has left behind is ended."""
+
+    def _end(self, ended: Sequence[Watched]) -> bool:
+        super()._end(ended)
+        return True
+
+
+def test_a_leg_that_was_over_when_an_interruption_came_ended_as_it_did(
+    run_legs: RunLegs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_module, "Watch", InterruptedAtAnEnd)
+    gate, summary = run_legs(leg("gpu", "sys.exit(1)"), leg("host", ""), spare=frozenset())
+    assert gate.interrupted
+    found = {name: (end.verdict, end.exit_code) for name, end in ends(tmp_path / "report").items()}
+    assert found == {"gpu": (Verdict.FAIL, 1)}
+    assert summary.exit_code == ExitCode.WRONG
 
 
 def test_a_leg_that_is_silent_too_long_is_stopped_and_the_other_one_goes_on(

@@ -80,6 +80,16 @@ def test_each_unsupported_value_is_a_reason_in_its_own_terms() -> None:
     assert unsupported(replace(CASE, site=Site.DENSE_DELTA), have) is None
 
 
+def test_what_a_subject_refuses_of_the_values_that_it_supports_is_skipped_with_its_reason() -> None:
+    have = Capabilities(
+        sites=frozenset({Site.MOE_DELTA}),
+        supports=STATED,
+        refuses=lambda case: "too odd" if case.tokens % 2 else None,
+    )
+    assert unsupported(CASE, have) is None
+    assert unsupported(replace(CASE, tokens=5), have) == "too odd"
+
+
 def test_every_shipped_case_can_be_asked_of_the_subjects_of_vllm() -> None:
     shipped = load_cases(sorted((project_root() / "cases").glob("*.yaml")))
     plug_in = VllmLoraKernelsSubject.describe
