@@ -43,3 +43,11 @@ def test_a_hung_case_lasted_until_its_deadline_though_its_start_was_heard_of_lat
 def test_a_crashed_case_lasted_until_its_worker_died(tmp_path):
     crash = end_with(tmp_path / "never written", duration_s=0.5)
     assert (crash.failure, crash.duration_s) == (Failure.CRASH, 0.5)
+
+
+def test_the_stack_of_a_crash_does_not_make_it_a_hang(tmp_path):
+    stacks = tmp_path / "stacks"
+    stacks.write_text("Fatal Python error: Segmentation fault\n  File 'x.py', line 3 in f\n")
+    crash = end_with(stacks, duration_s=0.5)
+    assert crash.failure is Failure.CRASH
+    assert crash.message.startswith("worker gw0 died\nFatal Python error: Segmentation fault\n")
