@@ -11,7 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loragate.core.verdict import ExitCode
+from loragate.cli import main
+from loragate.commands import replay as command
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.events.case_end import end_of
+from loragate.run.replay_process import ReplayFolder
 
 _MATRIX = Path(__file__).parent / "misbehaving" / "replayed.yaml"
 _MISBEHAVING = "misbehaving_subject:Misbehaving"
@@ -114,6 +118,22 @@ def test_a_case_that_exits_from_the_process_of_the_replay_with_0_is_wrong(replay
     done = replay(f"{_MISBEHAVING}.tokens-19", "--in-process")
     assert done.returncode == ExitCode.WRONG, done.stdout
     assert "in leave_as_if_done" in done.stdout
+
+
+@pytest.mark.usefixtures("plain_command")
+def test_a_later_repeat_that_kills_the_process_of_the_replay_is_wrong(monkeypatch, capsys):
+    def die_in_the_second(folder: ReplayFolder) -> int:
+        first = folder.asked().runs[0]
+        folder.answer(end_of(first, Verdict.PASS, worker="replay", gpu="", duration_s=0.1))
+        return -signal.SIGSEGV
+
+    monkeypatch.setattr(command, "_run_child", die_in_the_second)
+    arguments = ["replay", "torch.tokens-21", "--repeats=3", f"--matrix={_MATRIX}"]
+    assert main(arguments) == ExitCode.WRONG
+    shown = capsys.readouterr().out
+    assert shown.startswith("FAIL crash: torch.")
+    assert "the process of the case died of SIGSEGV" in shown
+    assert " --draw 0 --repeats 2 " in shown
 
 
 @pytest.mark.parametrize(
