@@ -15,7 +15,8 @@ from loragate.cli import main
 from loragate.commands import replay as command
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.case_end import end_of
-from loragate.run.replay_process import ReplayFolder
+from loragate.events.model import CaseFinished
+from loragate.run.replay_process import ReplayFolder, ReplayRequest
 
 _MATRIX = Path(__file__).parent / "misbehaving" / "replayed.yaml"
 _MISBEHAVING = "misbehaving_subject:Misbehaving"
@@ -134,6 +135,29 @@ def test_a_later_repeat_that_kills_the_process_of_the_replay_is_wrong(monkeypatc
     assert shown.startswith("FAIL crash: torch.")
     assert "the process of the case died of SIGSEGV" in shown
     assert " --draw 0 --repeats 2 " in shown
+
+
+@pytest.mark.parametrize(
+    ("named", "options", "runs"),
+    [
+        ("", [], ["#0"]),
+        ("#1", [], ["#1"]),
+        ("#1.2", [], ["#1", "#1.1", "#1.2"]),
+        ("#1.2", ["--repeats=4"], ["#1", "#1.1", "#1.2", "#1.3"]),
+        ("", ["--draw=3", "--repeats=2"], ["#3", "#3.1"]),
+    ],
+)
+def test_a_replay_runs_the_named_repeat_and_those_before_it(monkeypatch, named, options, runs):
+    asked = []
+
+    def run(request: ReplayRequest) -> CaseFinished:
+        asked.append(request)
+        return end_of(request.first, Verdict.PASS, worker="replay", gpu="", duration_s=0.1)
+
+    monkeypatch.setattr(command, "_replay_in_child", run)
+    assert main(["replay", f"torch.tokens-21{named}", *options, f"--matrix={_MATRIX}"]) == 0
+    (request,) = asked
+    assert [f"#{run.id.partition('#')[2] or 0}" for run in request.runs] == runs
 
 
 @pytest.mark.parametrize(

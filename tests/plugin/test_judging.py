@@ -1,0 +1,112 @@
+"""What becomes of the test and of the record of one case, however its trial ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.case_end import end_of
+from loragate.events.model import CaseFinished, CaseStarted, Event
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case_run import CaseRun
+from loragate.plugin import judging
+from loragate.plugin.options import SETTINGS
+
+RUN = CaseRun(
+    "a",
+    Case(
+        site=Site.DENSE_DELTA,
+        tokens=5,
+        in_features=16,
+        slices=(16,),
+        rank=8,
+        slots=2,
+        dtype=Dtype.FP32,
+    ),
+    draw=1,
+)
+
+
+class Record:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event, item: object) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """Judges the case as on a worker, where its trial opens and ends as given."""
+    from loragate.run import trial
+
+    def run(ended: CaseFinished | None = None, *, opened: Any = None) -> Record:
+        def open_trial(run: CaseRun) -> object:
+            if isinstance(opened, Exception):
+                raise opened
+            return opened
+
+        monkeypatch.setattr(trial, "open_trial", open_trial)
+        monkeypatch.setattr(trial, "run_case", lambda *_, **__: ended)
+        config = SimpleNamespace(stash={SETTINGS: SimpleNamespace(worker="gw0")})
+        item = SimpleNamespace(config=config, user_properties=[])
+        judging._judge(RUN, cast(Any, item), cast(Any, record), ())
+        return record
+
+    record = Record()
+    return SimpleNamespace(run=run, record=record)
+
+
+def ended(verdict: Verdict) -> CaseFinished:
+    failure = Failure.HARNESS if verdict in (Verdict.FAIL, Verdict.INFRA) else None
+    judged = Judgement(OracleName.EXACT, verdict, failure, "why")
+    return end_of(RUN, verdict, worker="gw0", gpu="", duration_s=1.0, judgements=[judged])
+
+
+def test_a_case_that_passes_passes_its_test_and_is_recorded(judge):
+    end = ended(Verdict.PASS)
+    start, last = judge.run(end).events
+    assert isinstance(start, CaseStarted)
+    assert (start.run_id, start.trial, start.seed) == (RUN.run_id, (1, 0), RUN.seed)
+    assert (start.worker, start.replay, last) == ("gw0", RUN.replay, end)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE])
+def test_a_case_that_does_not_pass_fails_its_test(judge, verdict):
+    end = ended(verdict)
+    with pytest.raises(pytest.fail.Exception, match="why"):
+        judge.run(end)
+    assert judge.record.events[1] == end
+
+
+def test_a_case_that_no_oracle_judged_skips_its_test_with_the_reason(judge):
+    with pytest.raises(pytest.skip.Exception, match="why"):
+        judge.run(ended(Verdict.SKIP))
+    assert len(judge.record.events) == 2
+
+
+def test_a_case_that_cannot_be_opened_on_a_worker_is_recorded_and_fails_its_test(judge):
+    with pytest.raises(pytest.fail.Exception, match="ValueError: no such layer"):
+        judge.run(opened=ValueError("no such layer"))
+    (end,) = judge.record.events
+    assert (end.verdict, end.failure, end.trial) == (Verdict.INFRA, Failure.HARNESS, (1, 0))
+    assert "although it was planned: ValueError: no such layer" in end.message
+
+
+@pytest.mark.parametrize(("phase", "recorded"), [("call", True), ("teardown", False)])
+def test_only_the_call_of_a_test_fails_for_what_the_record_has(phase, recorded):
+    # a fixture that fails behind a case that failed is another failure
+    report = pytest.TestReport(
+        "test_cases.py::test_case[a]", ("test_cases.py", 1, ""), {}, "failed", "no", phase
+    )
+    judging.mark_judged(report)
+    assert judging.failed_as_judged(report) is recorded
+
+
+def test_a_case_that_the_plan_left_out_is_skipped_without_a_record(judge):
+    with pytest.raises(pytest.skip.Exception, match="rank 600 is above the limit"):
+        judge.run(opened="rank 600 is above the limit of 512")
+    assert judge.record.events == []
