@@ -15,7 +15,7 @@ import pytest
 from loragate.core.child_process import Watch, Watched
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode, Judgement, OracleName, Verdict
-from loragate.events.log import read_events
+from loragate.events.log import encode, read_events
 from loragate.events.model import (
     HOST_LEG,
     CaseFinished,
@@ -265,6 +265,19 @@ def test_a_leg_that_is_silent_too_long_is_stopped_and_the_other_one_goes_on(
     found = {name: end.verdict for name, end in ends(tmp_path / "report").items()}
     assert found == {"gpu": Verdict.PASS, "compile": Verdict.INFRA, "host": Verdict.PASS}
     assert summary.exit_code == ExitCode.INFRASTRUCTURE
+
+
+def test_a_case_of_a_leg_that_is_silent_too_long_says_that_its_leg_was_stopped(
+    run_legs: RunLegs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_module, "_PATIENCE_S", 0.5)
+    line = encode(CaseStarted(run_id="a.s.x", worker="gw0", draw=1, seed=1), run=RUN)
+    begin = f"open('report/events.jsonl', 'a').write({line!r} + chr(10))"
+    run_legs(leg("gpu", f"{begin}; time.sleep(600)", Needs.GPU))
+    events = read_events(tmp_path / "report" / "events.jsonl").events
+    last = [event for event in events if isinstance(event, CaseFinished)][-1]
+    assert (last.trial, last.verdict) == ((1, 0), Verdict.INCONCLUSIVE)
+    assert last.message == "stopped after 0.5 s without a sign of life"
 
 
 def is_alive(pid: int) -> bool:
