@@ -1,0 +1,93 @@
+"""How a session of pytest ends: by its cases, by what else has failed, and by what ended it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loragate.core.verdict import ExitCode, Judgement, OracleName, Verdict
+from loragate.events.case_end import end_of
+from loragate.events.log import EventWriter
+from loragate.events.model import RunStarted
+from loragate.matrix.case import Case, Dtype, Site, Tier
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.selection import Selection
+from loragate.plugin.accounting import Accounting
+from loragate.plugin.options import Ownership, Role, Settings
+from loragate.plugin.session_run import SessionRun
+
+RUN = CaseRun(
+    "a",
+    Case(
+        site=Site.DENSE_DELTA,
+        tokens=5,
+        in_features=16,
+        slices=(16,),
+        rank=8,
+        slots=2,
+        dtype=Dtype.FP32,
+    ),
+)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Of a leg of a gate whose only case has passed."""
+    plan = RunStarted(
+        run="r", started_at="", tier=Tier.SMOKE, subjects=("a",), legs=("gpu",), expected=()
+    )
+    good = (Judgement(OracleName.EXACT, Verdict.PASS),)
+    end = end_of(RUN, Verdict.PASS, worker="gw0", gpu="", duration_s=1.0, judgements=good)
+    with EventWriter(tmp_path / "events.jsonl", run="r") as writer:
+        writer.write(plan)
+        writer.write(end)
+    return Settings(
+        selection=Selection(matrix=(), subjects=("a",), tier=Tier.SMOKE),
+        report=tmp_path,
+        run="r",
+        role=Role.CONTROLLER,
+        ownership=Ownership.JOINED,
+        worker="main",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ended", "exit_code"),
+    [
+        ({}, ExitCode.OK),
+        ({"other_failures": 1}, ExitCode.WRONG),
+        # also where all of its cases were over by then
+        ({"stopped": "interrupted"}, ExitCode.INCOMPLETE),
+        ({"stopped": "interrupted", "other_failures": 1}, ExitCode.WRONG),
+    ],
+)
+def test_a_session_whose_cases_passed_is_no_better_than_its_end(
+    settings: Settings, ended: dict[str, Any], exit_code: ExitCode
+) -> None:
+    given = {"other_failures": 0, "stopped": ""} | ended
+    assert SessionRun(settings).finish([RUN], **given) is exit_code
+
+
+def test_a_session_whose_cases_passed_is_no_better_than_its_record(settings: Settings) -> None:
+    session = SessionRun(settings)
+    session.record.note_problem("disk full")
+    assert session.finish([RUN], other_failures=0, stopped="") is ExitCode.INFRASTRUCTURE
+
+
+def test_workers_that_die_before_they_collect_end_a_session_though_another_has_begun(
+    settings: Settings,
+) -> None:
+    accounting = Accounting(cast(pytest.Config, SimpleNamespace()), settings)
+    nodes = [SimpleNamespace(gateway=SimpleNamespace(id=f"gw{n}")) for n in range(5)]
+    accounting.pytest_xdist_node_collection_finished(nodes[0], [])
+    # what it has collected shows in the reports of its cases
+    accounting.pytest_testnodedown(nodes[0], "killed")
+    accounting.pytest_testnodedown(nodes[1], None)
+    for node in nodes[2:4]:
+        accounting.pytest_testnodedown(node, "killed")
+    accounting.pytest_testnodedown(nodes[1], None)
+    with pytest.raises(pytest.exit.Exception, match="3 workers died before they could run"):
+        accounting.pytest_testnodedown(nodes[4], "killed")
