@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +12,15 @@ import pytest
 from loragate.core.verdict import ExitCode, Judgement, OracleName, Verdict
 from loragate.events.case_end import end_of
 from loragate.events.log import EventWriter
-from loragate.events.model import RunStarted
+from loragate.events.model import Note, RunStarted
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.selection import Selection
 from loragate.plugin.accounting import Accounting
 from loragate.plugin.options import Ownership, Role, Settings
 from loragate.plugin.session_run import SessionRun
+from loragate.run import run_record
+from loragate.run.run_record import RunRecord
 
 RUN = CaseRun(
     "a",
@@ -75,6 +78,24 @@ def test_a_session_whose_cases_passed_is_no_better_than_its_record(settings: Set
     session = SessionRun(settings)
     session.record.note_problem("disk full")
     assert session.finish([RUN], other_failures=0, stopped="") is ExitCode.INFRASTRUCTURE
+
+
+def test_an_event_that_the_disk_does_not_take_is_judged_and_named(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> EventWriter:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    record = RunRecord(settings.report, run=settings.run)
+    before = record.read().events
+    with monkeypatch.context() as disk:
+        disk.setattr(run_record, "EventWriter", full)
+        record.write([Note(text="lost")])
+    assert record.read().events == (*before, Note(text="lost"))
+    assert not record.is_whole
+    summary = record.close(duration_s=1.0)
+    assert summary.exit_code is ExitCode.INFRASTRUCTURE
+    assert any("No space left on device" in reason for reason in summary.reasons)
 
 
 def test_workers_that_die_before_they_collect_end_a_session_though_another_has_begun(
