@@ -102,6 +102,16 @@ def test_whatever_did_not_pass_is_a_trouble(
     assert [(one.run_id, one.verdict) for one in report.troubles] == [("mine.a", verdict)]
 
 
+def test_a_gate_that_ends_before_it_reports_does_not_answer_with_an_earlier_report(
+    report_of: Callable[..., api.Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = report_of("one", [started("mine.a", "mine.gone"), finished("mine.a"), END])
+    ended = subprocess.CompletedProcess([], earlier.exit_code, "", "loragate gate: interrupted")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(api.RunError, match="interrupted"):
+        api.run(tmp_path / "one")
+
+
 def test_a_folder_without_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read events"):
         api.read(tmp_path)

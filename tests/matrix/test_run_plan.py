@@ -18,6 +18,7 @@ from loragate.matrix.plan import Candidate, Plan, plan
 from loragate.matrix.selection import Selection, select_runs
 from loragate.matrix.shards import Shard
 from loragate.matrix.show import plan_json, render_plan
+from loragate.run.planning import skipped_cases
 
 CPU = Machine("cpu", "x86_64", None, 1, 0)
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), 132, 139 << 30)
@@ -107,6 +108,16 @@ def test_what_a_subject_refuses_is_skipped_for_it_alone_and_not_expected() -> No
         ("theirs", dense): (run_id("theirs", SMOKE),),
         ("theirs", linear): (run_id("theirs", LINEAR),),
     }
+
+
+def test_of_a_part_of_a_plan_what_is_left_out_keeps_its_reason() -> None:
+    made = plan(CASES, [OURS, THEIRS], Tier.SMOKE, CPU)
+    name = run_id("theirs", WIDE)
+    for only, reasons in ((None, 1), ({name}, 1), ({run_id("ours", WIDE)}, 0)):
+        left_out = skipped_cases(made, unusable=(), only=only)
+        assert [(s.run_id, s.reason) for s in left_out] == [
+            (name, "dtype fp32 is not supported")
+        ] * reasons
 
 
 @pytest.mark.parametrize("index", [1, 2, 3])

@@ -59,6 +59,7 @@ def test_a_file_that_cannot_be_added_to_is_refused_before_anything_runs(
     ("arguments", "complaint"),
     [
         (["--cases=tokens-21"], "--record takes every case; leave out --cases"),
+        (["--shard=1/2"], "--record takes every case; leave out --shard"),
         (["--draw=3"], "--record takes draws from 0 on; leave out --draw"),
     ],
 )

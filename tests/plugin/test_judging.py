@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished, CaseStarted, Event
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
-from loragate.plugin import judging
+from loragate.plugin import judging, watchdog
 from loragate.plugin.options import SETTINGS
 
 RUN = CaseRun(
@@ -94,6 +95,22 @@ def test_a_case_that_cannot_be_opened_on_a_worker_is_recorded_and_fails_its_test
     (end,) = judge.record.events
     assert (end.verdict, end.failure, end.trial) == (Verdict.INFRA, Failure.HARNESS, (1, 0))
     assert "although it was planned: ValueError: no such layer" in end.message
+
+
+def test_a_case_has_its_own_deadline(monkeypatch):
+    asked = []
+
+    def deadline(seconds: float, stacks: object) -> AbstractContextManager[None]:
+        asked.append(seconds)
+        return nullcontext()
+
+    monkeypatch.setattr(watchdog, "deadline", deadline)
+    monkeypatch.setattr(watchdog, "stacks_of", lambda config: None)
+    monkeypatch.setattr(watchdog, "case_run_of", lambda item: RUN)
+    running = watchdog.pytest_runtest_protocol(cast(Any, SimpleNamespace(config=None)))
+    next(running)
+    running.close()
+    assert asked == [RUN.case.timeout_s]
 
 
 @pytest.mark.parametrize(("phase", "recorded"), [("call", True), ("teardown", False)])

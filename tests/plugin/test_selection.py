@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from loragate.commands.selection_options import add_selection_options, selection_from
 from loragate.core.checkout import project_root
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun, find_run
@@ -17,6 +19,7 @@ from loragate.matrix.load import default_files
 from loragate.matrix.patterns import SelectionError
 from loragate.matrix.replay_command import replay_command
 from loragate.matrix.selection import Selection, select_one, select_runs
+from loragate.matrix.shards import Shard
 
 CASE = Case(
     site=Site.DENSE_DELTA,
@@ -28,6 +31,25 @@ CASE = Case(
     dtype=Dtype.FP32,
 )
 CASES = (CASE, replace(CASE, tokens=6), replace(CASE, tokens=7, tier=Tier.PREMERGE))
+
+
+@pytest.mark.parametrize(
+    ("draws", "selected"), [((), (0,)), (("--draw=4",), (4,)), (("--seeds=3",), (0, 1, 2))]
+)
+def test_a_command_selects_what_its_options_say(tmp_path, draws, selected):
+    parser = ArgumentParser()
+    add_selection_options(parser)
+    options = ("--subject=a", "--subject=m:b", "--tier=nightly", "--repeats=3", "--shard=2/3")
+    given = (*options, "--cases=x", "--cases=y", f"--matrix={tmp_path / 'a.yaml'}", *draws)
+    assert selection_from(parser.parse_args(given), has_gpu=False) == Selection(
+        matrix=(tmp_path / "a.yaml",),
+        subjects=("a", "m:b"),
+        tier=Tier.NIGHTLY,
+        draws=selected,
+        repeats=3,
+        patterns=("x", "y"),
+        shard=Shard(index=2, count=3, of_gate=True),
+    )
 
 
 def selection(**changes: object) -> Selection:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode, Judgement, OracleName, Verdict
 from loragate.events.case_end import end_of
 from loragate.events.log import EventWriter
-from loragate.events.model import Note, RunStarted
+from loragate.events.model import Event, Note, RunStarted
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.selection import Selection
+from loragate.matrix.shards import Shard
+from loragate.plugin import session_run
 from loragate.plugin.accounting import Accounting
+from loragate.plugin.host_tests import HostTests
 from loragate.plugin.options import Ownership, Role, Settings
 from loragate.plugin.session_run import SessionRun
-from loragate.run import run_record
+from loragate.run import opening_process, run_record
+from loragate.run.opening import RunRequest
 from loragate.run.run_record import RunRecord
 
 RUN = CaseRun(
@@ -78,6 +85,73 @@ def test_a_session_whose_cases_passed_is_no_better_than_its_record(settings: Set
     session = SessionRun(settings)
     session.record.note_problem("disk full")
     assert session.finish([RUN], other_failures=0, stopped="") is ExitCode.INFRASTRUCTURE
+
+
+def test_a_session_of_its_own_plans_its_cases_and_names_the_other_shards(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[RunRequest] = []
+
+    def plan(request: RunRequest) -> tuple[Event, ...]:
+        asked.append(request)
+        return ()
+
+    monkeypatch.setattr(session_run, "opening_events_of_child", plan)
+    own = replace(
+        settings,
+        ownership=Ownership.OWNED,
+        report=tmp_path / "own",
+        selection=replace(settings.selection, shard=Shard(index=2, count=3)),
+    )
+    SessionRun(own).start([RUN])
+    (request,) = asked
+    assert request.only == {RUN.run_id}
+    assert [(part.index, part.legs) for part in request.other_shards] == [
+        (1, ("pytest",)),
+        (3, ("pytest",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "problem", "exit_code"),
+    [
+        ({"a": Verdict.PASS}, "", ExitCode.OK),
+        ({"a": Verdict.PASS, "b": Verdict.SKIP}, "", ExitCode.OK),
+        ({"a": Verdict.SKIP}, "", ExitCode.INCOMPLETE),
+        ({"a": Verdict.PASS, "b": None}, "", ExitCode.INCOMPLETE),
+        ({"a": Verdict.PASS}, "disk full", ExitCode.INFRASTRUCTURE),
+        ({"a": Verdict.FAIL, "b": None}, "disk full", ExitCode.WRONG),
+    ],
+)
+def test_a_leg_of_host_tests_is_as_good_as_its_worst_test_and_its_record(
+    settings: Settings,
+    verdicts: dict[str, Verdict | None],
+    problem: str,
+    exit_code: ExitCode,
+) -> None:
+    plugins = SimpleNamespace(get_plugin=lambda name: None)
+    leg = HostTests(cast(pytest.Config, SimpleNamespace(pluginmanager=plugins)), settings)
+    leg._expect(verdicts)
+    leg._verdicts = {test: verdict for test, verdict in verdicts.items() if verdict is not None}
+    if problem:
+        leg._record.note_problem(problem)
+    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    leg.pytest_sessionfinish(cast(pytest.Session, session))
+    assert session.exitstatus == exit_code
+
+
+def test_a_process_that_dies_while_it_plans_has_made_no_plan(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(module: str, answer: str, **options: object) -> CompletedProcess[bytes]:
+        with EventWriter(Path(answer), run="r") as writer:
+            writer.write(Note(text="the first of many"))
+        return CompletedProcess([], -11, b"", b"")
+
+    monkeypatch.setattr(opening_process, "run_module", die)
+    request = RunRequest(run="r", selection=settings.selection, leg="gpu", legs=("gpu",))
+    with pytest.raises(CommandError, match="died of SIGSEGV"):
+        opening_process.opening_events_of_child(request)
 
 
 def test_an_event_that_the_disk_does_not_take_is_judged_and_named(
