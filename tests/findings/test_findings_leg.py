@@ -66,6 +66,28 @@ def test_probes_that_may_lose_the_device_wait_for_the_end_of_the_leg_if_the_run_
     assert answers == [legs[0] != "gpu"] * 2 + [True]
 
 
+@pytest.mark.parametrize(
+    ("seen", "exit_code"),
+    [
+        (Seen.REPRODUCED, ExitCode.OK),
+        (Seen.ABSENT, ExitCode.WRONG),
+        (Seen.BROKEN, ExitCode.INFRASTRUCTURE),
+    ],
+)
+def test_a_single_finding_decides_wherever_it_is_listed(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen, exit_code: ExitCode
+) -> None:
+    def try_probes(findings: Sequence[Finding], _: object) -> tuple[str, dict[str, Observation]]:
+        names = [f.probe for f in findings if f.probe and f.covers("0.26.0")]
+        reproduced = dict.fromkeys(names, Observation(Seen.REPRODUCED, "seen"))
+        others = [f.probe for f in findings if f.probe]
+        unseen = dict.fromkeys(others, Observation(Seen.NOT_TRIED, "of another version"))
+        return "0.26.0", unseen | reproduced | {names[-1]: Observation(seen, "as it was")}
+
+    monkeypatch.setattr(cli, "_try_probes", try_probes)
+    assert main(["findings"]) == exit_code
+
+
 def test_nothing_says_when_a_leg_has_ended_without_the_events_of_its_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

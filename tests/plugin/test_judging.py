@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.case_end import end_of
-from loragate.events.model import CaseFinished, CaseStarted, Event
+from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding
+from loragate.findings.ledger import Finding, Kind
+from loragate.findings.pattern import CasePattern
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin import judging, watchdog
@@ -44,7 +47,7 @@ def judge(monkeypatch):
     """Judges the case as on a worker, where its trial opens and ends as given."""
     from loragate.run import trial
 
-    def run(ended: CaseFinished | None = None, *, opened: Any = None) -> Record:
+    def run(ended: CaseFinished | None = None, *, opened: Any = None, listed: Any = ()) -> Record:
         def open_trial(run: CaseRun) -> object:
             if isinstance(opened, Exception):
                 raise opened
@@ -54,7 +57,7 @@ def judge(monkeypatch):
         monkeypatch.setattr(trial, "run_case", lambda *_, **__: ended)
         config = SimpleNamespace(stash={SETTINGS: SimpleNamespace(worker="gw0")})
         item = SimpleNamespace(config=config, user_properties=[])
-        judging._judge(RUN, cast(Any, item), cast(Any, record), ())
+        judging._judge(RUN, cast(Any, item), cast(Any, record), listed)
         return record
 
     record = Record()
@@ -81,6 +84,29 @@ def test_a_case_that_does_not_pass_fails_its_test(judge, verdict):
     with pytest.raises(pytest.fail.Exception, match="why"):
         judge.run(end)
     assert judge.record.events[1] == end
+
+
+def test_a_listed_failure_is_expected_and_excuses_no_other(judge):
+    pattern = CasePattern(RUN.run_id, OracleName.EXACT, (Failure.NOT_REFUSED,))
+    finding = Finding(
+        id="far",
+        subject="a",
+        versions=">=1",
+        kind=Kind.DEFECT,
+        title="t",
+        statement="s",
+        evidence="e",
+        seen_on="1",
+        case=pattern,
+    )
+    listed = (KnownFinding(finding=finding, version="1.0"),)
+    known = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.NOT_REFUSED, "as listed")
+    other = Judgement(OracleName.CANARY, Verdict.FAIL, Failure.FOREIGN_MEMORY, "not listed")
+    end = replace(ended(Verdict.FAIL), judgements=(known,), failure=None)
+    with pytest.raises(pytest.xfail.Exception, match="known: far"):
+        judge.run(end, listed=listed)
+    with pytest.raises(pytest.fail.Exception, match="not listed"):
+        judge.run(replace(end, judgements=(known, other)), listed=listed)
 
 
 def test_a_case_that_no_oracle_judged_skips_its_test_with_the_reason(judge):

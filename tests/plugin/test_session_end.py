@@ -26,7 +26,7 @@ from loragate.plugin.host_tests import HostTests
 from loragate.plugin.options import Ownership, Role, Settings
 from loragate.plugin.session_run import SessionRun
 from loragate.run import opening_process, run_record
-from loragate.run.opening import RunRequest
+from loragate.run.opening import RunRequest, opening_events
 from loragate.run.run_record import RunRecord
 
 RUN = CaseRun(
@@ -138,6 +138,22 @@ def test_a_leg_of_host_tests_is_as_good_as_its_worst_test_and_its_record(
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     leg.pytest_sessionfinish(cast(pytest.Session, session))
     assert session.exitstatus == exit_code
+
+
+def test_a_plan_expects_each_draw_and_repeat_that_was_selected() -> None:
+    selection = Selection(
+        matrix=(Path(__file__).parent / "misbehaving" / "one_good.yaml",),
+        subjects=("torch",),
+        tier=Tier.SMOKE,
+        draws=(0, 2),
+        repeats=3,
+    )
+    request = RunRequest(run="r", selection=selection, leg="cases", legs=("cases", "host"))
+    start = next(opening_events(request))
+    assert isinstance(start, RunStarted)
+    assert (start.run, start.tier, start.subjects) == ("r", Tier.SMOKE, ("torch",))
+    assert (start.legs, start.draws, start.repeats) == (("cases", "host"), (0, 2), 3)
+    assert [(row.leg, row.count) for row in start.expected] == [("cases", 1)]
 
 
 def test_a_process_that_dies_while_it_plans_has_made_no_plan(
