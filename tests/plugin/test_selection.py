@@ -7,8 +7,10 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from _pytest.config.argparsing import Parser
 
 from loragate.commands.selection_options import add_selection_options, selection_from
 from loragate.core.checkout import project_root
@@ -20,6 +22,8 @@ from loragate.matrix.patterns import SelectionError
 from loragate.matrix.replay_command import replay_command
 from loragate.matrix.selection import Selection, select_one, select_runs
 from loragate.matrix.shards import Shard
+from loragate.plugin import options
+from loragate.plugin.collection import selected_runs
 
 CASE = Case(
     site=Site.DENSE_DELTA,
@@ -31,6 +35,23 @@ CASE = Case(
     dtype=Dtype.FP32,
 )
 CASES = (CASE, replace(CASE, tokens=6), replace(CASE, tokens=7, tier=Tier.PREMERGE))
+
+
+def test_a_session_has_a_test_for_each_draw_and_repeat(tmp_path):
+    parser = Parser(_ispytest=True)
+    options.pytest_addoption(parser)
+    matrix = Path(__file__).parent / "misbehaving" / "four_good.yaml"
+    given = ["--loragate-draw=0", "--loragate-draw=3", "--loragate-repeats=2"]
+    option = parser.parse_known_args(
+        [*given, f"--loragate-matrix={matrix}", "--loragate-subject=torch"]
+    )
+    session = SimpleNamespace(option=option, rootpath=tmp_path, stash=pytest.Stash())
+    runs = selected_runs(session)
+    assert [runs[name].id for name in runs] == list(runs)
+    trials = [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert sorted((run.case.tokens, run.draw, run.repeat) for run in runs.values()) == [
+        (tokens, *trial) for tokens in (21, 22, 23, 24) for trial in trials
+    ]
 
 
 @pytest.mark.parametrize(
