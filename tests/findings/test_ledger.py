@@ -185,7 +185,7 @@ def test_a_failure_is_listed_up_to_its_size_and_at_its_place(
     }
     judgement = Judgement(OracleName.REFERENCE, Verdict.FAIL, **(fields | changes))
     listed = [finding(probe=None, case=LIMITED)]
-    assert LIMITED.shows(RUN, judgement) is not excess
+    assert LIMITED.shows(RUN, judgement) is (not excess)
     assert LIMITED.excess(RUN, judgement) == excess
     beyond = exceeded_finding(listed, "0.26.0", RUN, judgement)
     assert beyond == ((listed[0], excess) if excess else None)
@@ -197,6 +197,16 @@ def test_a_failure_of_another_kind_does_not_exceed_a_finding() -> None:
     assert known_finding(listed, "0.26.0", RUN, other) is None
     assert exceeded_finding(listed, "0.26.0", RUN, other) is None
     assert exceeded_finding(listed, "0.27.0", RUN, WRONG) is None
+
+
+def test_a_draw_shows_a_finding_if_one_of_its_repeats_does() -> None:
+    repeats = [Judged(RUN, 5, WRONG), Judged(RUN, 5, RIGHT)]
+    for order in (repeats, repeats[::-1]):
+        observed = observe_cases([rated(None)], order)["an-item"]
+        assert (observed.seen, observed.text) == (
+            Seen.REPRODUCED,
+            f"1 of 1 draws, first {RUN}",
+        )
 
 
 def rated(seen: Rate | None, probe: str | None = None) -> Finding:
