@@ -280,16 +280,18 @@ def cache_tensors(cache: RequestCache) -> list[Tensor]:
     return held
 
 
-def test_the_line_of_each_prompt_holds_nothing_of_an_earlier_request_behind_it() -> None:
+# padded to the longest, all of one length, and one alone
+@pytest.mark.parametrize("prompts", [[[1, 2, 3], [4], [5, 6]], [[1, 2], [4, 5], [6, 3]], [[7]]])
+def test_the_line_of_each_prompt_holds_nothing_of_an_earlier_request_behind_it(
+    prompts: list[list[int]],
+) -> None:
     decoder = small_decoder("qwen3")
     tensors = cache_tensors(decoder.cache)
     for held in tensors:
         held.fill_(torch.nan)
-    # padded to the longest
-    prompts = [[1, 2, 3], [4], [5, 6]]
-    decoder.prefill(prompts, [-1] * 3, first_line=0)
+    decoder.prefill(prompts, [-1] * len(prompts), first_line=0)
     for held in tensors:
-        for line, prompt in zip(held, prompts, strict=True):
+        for line, prompt in zip(held, prompts, strict=False):
             assert not line[:, len(prompt) :].any()
 
 
@@ -345,10 +347,13 @@ def test_a_tiny_model_is_the_same_whatever_was_drawn_before(kind: str) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.parametrize("prompts", [[[4, 5], [6]], [[4, 5], [6, 3]]])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
-def test_a_prompt_finds_nothing_of_an_earlier_request_in_its_line(kind: str) -> None:
+def test_a_prompt_finds_nothing_of_an_earlier_request_in_its_line(
+    kind: str, prompts: list[list[int]]
+) -> None:
     decoder = small_decoder(kind)
-    prompts, tokens = [[4, 5], [6]], ([9, 8, 7], [1, 2, 1])
+    tokens = [9, 8, 7], [1, *map(len, prompts)]
 
     def run() -> Tensor:
         first = decoder.prefill(prompts, [-1, -1], first_line=1)

@@ -21,13 +21,21 @@ SIZES = {"num_slots": 1, "rank": 2, "max_requests": 2, "max_length": 16, "max_pr
 PROMPTS = ((5, 17, 42, 8), (9, 7, 6))
 # no token of the tiny models ends a text
 CONFIG = GenerationConfig(max_new_tokens=5, eos_token_id=[])
+# the second one is no Exception
+ERRORS = (torch.OutOfMemoryError, KeyboardInterrupt)
 
 
 class FailsOnce:
-    """A call that runs out of memory, and works from then on. `late`: when its work is done."""
+    """A call that raises once, and works from then on. `late`: when its work is done."""
 
-    def __init__(self, call: Callable[..., Any], *, late: bool = False) -> None:
-        self.call, self.late, self.has_failed = call, late, False
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        *,
+        late: bool = False,
+        error: type[BaseException] = torch.OutOfMemoryError,
+    ) -> None:
+        self.call, self.late, self.error, self.has_failed = call, late, error, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_failed:
@@ -35,7 +43,7 @@ class FailsOnce:
         self.has_failed = True
         if self.late:
             self.call(*args, **kwargs)
-        raise torch.OutOfMemoryError("out of memory")
+        raise self.error("out of memory, or interrupted by its user")
 
 
 def small_decoder(kind: str, **changes: Any) -> Decoder:
@@ -60,51 +68,57 @@ def wanted(kind: str) -> list[list[int]]:
     return generate(small_decoder(kind), [Request(p) for p in PROMPTS], CONFIG)
 
 
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
 def test_requests_whose_prompt_pass_fails_go_on_waiting(
-    kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, late: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = small_decoder(kind)
     generation = generation_of(decoder)
-    monkeypatch.setattr(decoder, "prefill", FailsOnce(decoder.prefill, late=late))
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(decoder, "prefill", FailsOnce(decoder.prefill, late=late, error=error))
+    with pytest.raises(error):
         generation.step()
     assert not generation.answers
     assert answers_of(generation) == wanted(kind)
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_requests_that_a_drafter_could_not_take_go_on_waiting(
+    error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = NgramDrafts()
     generation = generation_of(small_decoder("qwen3", num_drafts=2), drafter)
-    monkeypatch.setattr(drafter, "join", FailsOnce(drafter.join))
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(drafter, "join", FailsOnce(drafter.join, error=error))
+    with pytest.raises(error):
         generation.step()
     assert answers_of(generation) == wanted("qwen3")
 
 
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_decode_step_that_failed_may_be_repeated_where_a_line_can_go_back(
-    late: bool, monkeypatch: pytest.MonkeyPatch
+    late: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = small_decoder("qwen3")
     generation = generation_of(decoder)
-    monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=late))
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=late, error=error))
+    with pytest.raises(error):
         generation.step()
     assert answers_of(generation) == wanted("qwen3")
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_decode_step_that_failed_ends_a_generation_with_delta_nets(
+    error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = small_decoder("qwen3_next")
     generation = generation_of(decoder)
     # the states of the delta nets are those behind the token then
-    monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=True))
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=True, error=error))
+    with pytest.raises(error):
         generation.step()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="add its requests to another Generation"):
