@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -169,6 +170,40 @@ def test_a_step_has_the_same_source_whatever_its_process_remembers(
     assert any(file.endswith("remembered_plan.py") for file in first.files)
     assert (second.files, second.path_key) == (first.files, first.path_key)
     assert kept == []
+
+
+def test_what_an_import_of_a_step_runs_is_no_source_of_it(
+    watching: type[Watching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text("def plan(): ...\nplan()\n", encoding="utf-8")
+    (tmp_path / "called_late.py").write_text("def plan(): ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def surroundings() -> None:
+        importlib.import_module("imported_late")
+        importlib.import_module("called_late").plan()
+
+    monkeypatch.setattr(watching, "surroundings", staticmethod(surroundings))
+    for _ in range(2):
+        names = {Path(file).name for file in traced(watching.target).files}
+        assert "called_late.py" in names
+        assert "imported_late.py" not in names
+
+
+def test_what_is_collected_as_garbage_during_a_step_is_no_source_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "class Cyclic:\n    def __init__(self): self.own = self\n    def __del__(self): ...\n"
+    (tmp_path / "left_behind.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cyclic = importlib.import_module("left_behind").Cyclic
+    cyclic()
+    with paths.traced_path() as path:
+        # many times what makes the collector run by itself
+        kept = [[number] for number in range(100_000)]
+    assert kept
+    assert "left_behind.py" not in {Path(file).name for file in path.files}
+    assert gc.isenabled()
 
 
 def test_a_step_of_the_project_s_kernels_has_the_same_source_behind_an_equal_one() -> None:

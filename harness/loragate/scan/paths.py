@@ -6,6 +6,7 @@ bits, and earlier trials count.
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import loragate
@@ -29,6 +30,9 @@ _FOREIGN = ("torch", "triton", "numpy")
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 # a function with a cache of its results
 _Remembering = type(cache(lambda: None))
+# what every import of a module that is not there yet runs in
+_IMPORT = "<frozen importlib._bootstrap>", "_find_and_load"
+_Tracer: TypeAlias = Callable[[FrameType, str, object], Any]
 
 
 @dataclass(slots=True)
@@ -116,19 +120,33 @@ def _file_of(function: object) -> str:
 
 @contextmanager
 def traced_path() -> Iterator[TracedPath]:
-    """Within, what this thread enters and launches is noted."""
+    """Within, what this thread enters and launches is noted, but for what imports of modules run:
+    the first step of a process has them, and later ones do not."""
     path = TracedPath()
     seen: set[CodeType] = set()
+    importing = 0
 
-    def entered(frame: FrameType, event: str, argument: object) -> None:
+    def entered(frame: FrameType, event: str, argument: object) -> _Tracer | None:
+        nonlocal importing
         code = frame.f_code
-        if code not in seen:
+        if (code.co_filename, code.co_name) == _IMPORT:
+            importing += 1
+            frame.f_trace_lines = False
+            return left
+        if not importing and code not in seen:
             seen.add(code)
             if _is_own(code.co_filename):
                 path.files[code.co_filename] = None
+        return None
+
+    def left(frame: FrameType, event: str, argument: object) -> _Tracer:
+        nonlocal importing
+        importing -= event == "return"
+        return left
 
     before = sys.gettrace()
     with ExitStack() as stack:
+        stack.enter_context(_no_finalizers())
         for owner, name in _launchers():
             launch = getattr(owner, name)
             stack.enter_context(patch.object(owner, name, _noting(path, launch)))
@@ -137,6 +155,20 @@ def traced_path() -> Iterator[TracedPath]:
             yield path
         finally:
             sys.settrace(before)
+
+
+@contextmanager
+def _no_finalizers() -> Iterator[None]:
+    """Within, the garbage collector does not run: it may call finalizers of anything that the
+    process has done before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _launchers() -> tuple[tuple[type, str], ...]:
