@@ -36,11 +36,15 @@ def saved(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     wrapped.to(dtype).save_pretrained(folder)
 
 
-def served(weights: dict[str, Tensor]) -> AdapterSlots:
+def layers_of(weights: dict[str, Tensor]) -> dict[str, LoRAEmbedding | LoRALinear]:
     sizes = {"num_slots": 1, "rank": RANK}
     head = LoRALinear(weights["lm_head"], slices=[Slice("lm_head", VOCABULARY)], **sizes)
     tokens = LoRAEmbedding(weights["model.embed_tokens"], **sizes)
-    return AdapterSlots({"model.embed_tokens": tokens, "lm_head": head})
+    return {"model.embed_tokens": tokens, "lm_head": head}
+
+
+def served(weights: dict[str, Tensor]) -> AdapterSlots:
+    return AdapterSlots(layers_of(weights))
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -80,6 +84,26 @@ def test_a_base_weight_is_compared_as_it_is_after_a_change_in_place(
     with pytest.raises(AdapterError, match="must have the base weight that was saved"):
         slots.activate(adapter)
     weights[name].copy_(weights_of(model)[name])
+    assert slots.activate(adapter) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_base_weight_is_compared_as_it_is_after_its_parameter_got_other_memory(
+    tmp_path: Path, name: str
+) -> None:
+    model = tiny()
+    saved(model, tmp_path, torch.float32)
+    adapter = read_peft_folder(tmp_path)
+    layers = layers_of(weights_of(model))
+    slots = AdapterSlots(layers)
+    slots.activate(adapter)
+    weight = layers[name].weight
+    right = weight.data
+    # as a module that is moved or cast does it, which counts no change in place
+    weight.data = right + 1
+    with pytest.raises(AdapterError, match="must have the base weight that was saved"):
+        slots.activate(adapter)
+    weight.data = right
     assert slots.activate(adapter) == 0
 
 

@@ -48,6 +48,17 @@ def test_layers_of_several_dtypes_are_refused_before_the_model_is_changed(
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_experts_of_two_dtypes_are_refused_before_the_model_is_changed(name: str) -> None:
+    model = tiny_model("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    parameter = getattr(experts, name)
+    parameter.data = parameter.data.bfloat16()
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts must be torch.float32 on cpu"):
+        Decoder(model, **SIZES)
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
 @pytest.mark.parametrize("token", [-1, 64, 1.0])
 def test_tokens_that_the_vocabulary_lacks_are_refused_before_the_model_runs(token: Any) -> None:
     decoder = Decoder(tiny_model("qwen3"), num_drafts=1, **SIZES)

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.serving.choice import most_likely
+from lorakernels.serving.config import _NEUTRAL
 from lorakernels.serving.generation import Generation, Request, generate
 
 VOCABULARY = 11
@@ -278,6 +279,20 @@ def test_a_config_that_asks_for_more_than_greedy_search_is_refused(
         setattr(config, name, value)
     with pytest.raises(ValueError, match=message):
         Generation(decoder, config)
+
+
+@pytest.mark.parametrize(("name", "neutral"), _NEUTRAL.items())
+def test_a_value_that_is_off_elsewhere_is_refused_where_it_asks_for_something(
+    name: str, neutral: object
+) -> None:
+    decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+    config = GenerationConfig(max_new_tokens=2)
+    # such as token 0 as the last one that is forced, and a penalty that divides by 0
+    for value in (0, False, ()):
+        if value != neutral:
+            setattr(config, name, value)
+            with pytest.raises(ValueError, match=f"{name} of the generation config"):
+                Generation(decoder, config)
 
 
 @pytest.mark.parametrize(
