@@ -363,6 +363,17 @@ def test_modules_without_factors_may_stand_before_those_with_factors() -> None:
     assert same(state(first), state(last))
 
 
+@pytest.mark.parametrize("named_first", ["kv", "k"])
+def test_a_module_without_factors_gives_none_of_its_slices(named_first: str) -> None:
+    part, whole = {"k": factors(2, 8, 7), "v": factors(3, 8, 9)}, factors(2, 16, 8)
+    for given, left_out in ((part, {"kv": None}), ({"kv": whole}, {"k": None, "v": None})):
+        first, alone = (layer(QKV, fused={"kv": ("k", "v")}) for _ in range(2))
+        order = sorted({**given, **left_out}.items(), key=lambda named: named[0] != named_first)
+        first.load_adapter(0, dict(order))
+        alone.load_adapter(0, given)
+        assert same(state(first), state(alone))
+
+
 @pytest.mark.parametrize(("parts", "message"), BAD_PARTS, ids=[m for _, m in BAD_PARTS])
 def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(
     parts: Adapter, message: str
