@@ -145,6 +145,20 @@ def test_stacks_of_another_server_are_served_with_what_they_hold() -> None:
     torch.testing.assert_close(out.double(), delta_of_stacks(a, b), rtol=1e-5, atol=1e-4)
 
 
+def in_one_allocation(parts: Sequence[Tensor]) -> list[Tensor]:
+    """One behind the other, as a server may allocate them."""
+    block = torch.cat([part.flatten() for part in parts])
+    pieces = torch.split(block, [part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def test_stacks_that_share_an_allocation_are_served_with_what_they_hold() -> None:
+    a, b = map(in_one_allocation, stacks())
+    assert len({part.untyped_storage().data_ptr() for part in a}) == 1 < len(a)
+    out = delta(adopt_stacks(a, b).weights)
+    torch.testing.assert_close(out.double(), delta_of_stacks(a, b), rtol=1e-5, atol=1e-4)
+
+
 def test_stacks_that_are_adopted_in_inference_mode_are_loaded_outside_of_it() -> None:
     a, b = stacks()
     with torch.inference_mode():

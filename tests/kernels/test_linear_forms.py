@@ -48,6 +48,18 @@ def test_all_forms_that_split_k_alike_give_the_same_bits(
     assert "main waits event1" in recorded_streams.log
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_shrink_ahead_of_the_base_product_splits_k_as_one_behind_it(
+    recorded_streams: Any, rows: int
+) -> None:
+    step = Step(in_features=8192)
+    x = step.prepare(rows)
+    single = step.run(x, LinearForm.SINGLE)
+    assert torch.equal(single, step.run(x, LinearForm.AHEAD))
+    # beside the product there are fewer parts, and other bits
+    assert not torch.equal(single, step.run(x, LinearForm.DUAL))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (1, 1), (3, 4), (2, 3, 2)])
 def test_two_streams_take_inputs_of_any_dimensions(
     recorded_streams: Any, shape: tuple[int, ...]

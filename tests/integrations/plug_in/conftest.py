@@ -401,12 +401,14 @@ class Experts:
         slots: tuple[int, ...],
         *,
         rows: int | None = None,
+        ids: Tensor | None = None,
         swaps: bool = False,
         adds: bool = True,
     ) -> None:
         """Both products, compared with a plain loop over pairs."""
         count = len(slots) if rows is None else rows
-        ids, weights = self.routes(count)
+        drawn, weights = self.routes(count)
+        ids = drawn if ids is None else ids
         top_k = ids.shape[1]
         x, y = randn(count, HIDDEN, seed=5), torch.full((count, top_k, 2 * INTER), HELD)
         act, z = randn(count * top_k, INTER, seed=6), torch.full((count, top_k, HIDDEN), HELD)

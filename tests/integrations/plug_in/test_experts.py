@@ -39,6 +39,21 @@ def test_each_pair_gets_the_adapter_of_its_token_and_expert(
     assert launch_counts()["experts"].launched == 2
 
 
+def test_a_step_has_the_routing_that_its_ids_hold_then(
+    server: Any, mixin: Any, make_experts: Any
+) -> None:
+    experts = make_experts(server, mixin)
+    ids, _ = experts.routes(len(MIXED))
+    server.step(MIXED)
+    experts.apply(MIXED, ids=ids)
+    # a server may keep one buffer of ids for all layers and steps
+    ids.copy_(ids.flip(0).clone())
+    experts.apply(MIXED, ids=ids)
+    # the same routing of other adapters
+    server.step(MIXED[::-1])
+    experts.apply(MIXED[::-1], ids=ids)
+
+
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch is small enough for one kernel."""
