@@ -127,16 +127,20 @@ def test_two_texts_of_the_same_program_are_one_mutant(text: str, other: str, is_
     assert (edits._syntax(text) == edits._syntax(other)) == is_same
 
 
-def test_a_mutant_that_is_listed_is_not_planted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planted: list[str] = []
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of the mutants that sessions plant, all of which survive."""
+    ids: list[str] = []
 
     def plant(session: Session, waiting: list[Mutant], journal: Journal, results: Any) -> None:
-        planted.extend(mutant.id for mutant in waiting)
+        ids.extend(mutant.id for mutant in waiting)
         results.update({m.id: Result(id=m.id, fate=Fate.SURVIVED) for m in waiting})
 
     monkeypatch.setattr(Session, "_plant", plant)
+    return ids
+
+
+def test_a_mutant_that_is_listed_is_not_planted(tmp_path: Path, planted: list[str]) -> None:
     entry = "- {module: m.py, old: return 1, new: return 2, reason: nobody looks}\n"
     listed = read_equivalents(write(tmp_path / "q.yaml", entry), SOURCES)
     none = read_equivalents(write(tmp_path / "n.yaml", "[]"), SOURCES)
@@ -152,15 +156,8 @@ def test_a_mutant_that_is_listed_is_not_planted(
 
 
 def test_all_that_a_run_without_a_gpu_has_left_is_planted_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planted: list[str]
 ) -> None:
-    planted: list[str] = []
-
-    def plant(session: Session, waiting: list[Mutant], journal: Journal, results: Any) -> None:
-        planted.extend(mutant.id for mutant in waiting)
-        results.update({m.id: Result(id=m.id, fate=Fate.SURVIVED) for m in waiting})
-
-    monkeypatch.setattr(Session, "_plant", plant)
     (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     none = read_equivalents(write(tmp_path / "n.yaml", "[]"), SOURCES)
     fates = {"left": Fate.SURVIVED, "later": Fate.NEEDS_GPU, "gone": Fate.KILLED}
