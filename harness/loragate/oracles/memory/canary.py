@@ -130,8 +130,9 @@ class _Watched:
 
     def changed(self) -> Judgement | None:
         """A FAIL if anything has changed except the elements of an in-place output."""
-        # one copy from the device, for which the host waits
-        is_changed = torch.stack([self._mask(name).any() for name in self.tensors]).tolist()
+        # one copy from the device, for which the host waits; the slots of tokens are on the host
+        flags = [self._mask(name).any().to(self.batch.x.device) for name in self.tensors]
+        is_changed = torch.stack(flags).tolist()
         name = next(compress(self.tensors, is_changed), None)
         if name is not None:
             count = _count(self._mask(name))
