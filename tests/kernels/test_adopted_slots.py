@@ -180,6 +180,15 @@ def test_the_server_goes_on_loading_through_its_views() -> None:
     assert not torch.allclose(wanted, delta_of_stacks(a, b))
 
 
+def test_what_the_server_loads_into_slots_that_were_adopted_empty_is_served_whole() -> None:
+    a, b = stacks()
+    adopted = adopt_stacks([torch.zeros_like(x) for x in a], [torch.zeros_like(x) for x in b])
+    for view, stack in zip((*adopted.a, *adopted.b), (*a, *b), strict=True):
+        view.copy_(stack)
+    wanted = delta_of_stacks(a, b)
+    torch.testing.assert_close(delta(adopted.weights).double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_a_layer_of_one_slice_is_adopted_where_it_lies() -> None:
     a, b = stacks()
     adopted = adopt_stacks(a[:1], b[:1])

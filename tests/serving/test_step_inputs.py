@@ -318,6 +318,11 @@ def test_inputs_that_do_not_fit_are_refused_with_nothing_changed(
     with pytest.raises(ValueError, match=message):
         inputs.write(slots, values)
     assert torch.equal(inputs.block, before)
+    # rows of the step before are padding afterwards, however few the refused step had
+    inputs.write(*step(4, 1))
+    alone = made()
+    alone.write(*step(4, 1))
+    assert torch.equal(inputs.block, alone.block)
 
 
 def test_more_rows_than_the_largest_batch_are_refused_by_both_numbers() -> None:
