@@ -94,14 +94,25 @@ def test_an_operator_passes_the_checks_of_torch() -> None:
     torch.library.opcheck(torch.ops.lorakernels.test_adds, operands)
 
 
-def test_a_gradient_that_needs_what_an_operator_has_changed_is_refused() -> None:
-    for place in (0, 1):
-        x = torch.ones(3, requires_grad=True)
-        saved, other = torch.exp(x), torch.zeros(3)
-        with torch.no_grad():
-            call(torch.ones(3), *((saved, other) if place == 0 else (other, saved)))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            saved.sum().backward()
+def saved_for_a_gradient(is_result: bool) -> tuple[Tensor, Tensor]:
+    """A result with a gradient, and what that needs: the result itself, or a factor that needs no
+    gradient."""
+    x, factor = torch.ones(3, requires_grad=True), torch.ones(3)
+    result = torch.exp(x) if is_result else x * factor
+    return result, result if is_result else factor
+
+
+@pytest.mark.parametrize("is_result", [True, False], ids=["result", "factor"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gradient_that_needs_what_an_operator_has_changed_is_refused(
+    place: int, is_result: bool
+) -> None:
+    result, saved = saved_for_a_gradient(is_result)
+    other = torch.zeros(3)
+    with torch.no_grad():
+        call(torch.ones(3), *((saved, other) if place == 0 else (other, saved)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
 
 
 @register_operator("test_multiplies", mutates=("out",))
@@ -189,13 +200,15 @@ def test_an_operator_that_returns_passes_the_checks_of_torch() -> None:
         torch.library.opcheck(torch.ops.lorakernels.test_returns, operands, test_utils=tests)
 
 
-def test_a_gradient_that_needs_what_an_operator_that_returns_has_changed_is_refused() -> None:
-    x = torch.ones(3, requires_grad=True)
-    saved = torch.exp(x)
+@pytest.mark.parametrize("is_result", [True, False], ids=["result", "factor"])
+def test_a_gradient_that_needs_what_an_operator_that_returns_has_changed_is_refused(
+    is_result: bool,
+) -> None:
+    result, saved = saved_for_a_gradient(is_result)
     with torch.no_grad():
         doubled(torch.ones(3), saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.sum().backward()
+        result.sum().backward()
 
 
 def test_an_operator_may_be_registered_again() -> None:
