@@ -1,8 +1,8 @@
 """A device on a machine without a GPU: torch refuses to mix its tensors with those of the host.
 
-Its tensors lie in the memory of the CPU, and everything that takes tensors is asked, in the order
-of CUDA: a tensor of the host may be copied from and to, index a tensor of the device, or be one
-number among other operands.
+Its tensors lie in the memory of the CPU. The operands of each function are checked as CUDA checks
+them: a tensor of the host may be copied to the device and from it, may index a tensor of the
+device, and may be a single number among operands of the device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from loragate.core.machine import Machine
 
 DEVICE = torch.device("privateuseone", 0)
 _GET_DEVICE = Tensor.device.__get__
-# which take one number of the host for no operand of its own
+# which make no exception for a single number
 _JOINS = (torch.cat, torch.stack)
 
 
 class OnDevice(Tensor):
-    # what these functions return is marked by the mode
+    # functions return plain tensors, which the mode marks
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
