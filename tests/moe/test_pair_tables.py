@@ -65,6 +65,29 @@ def test_tables_that_no_step_has_filled_hold_no_pair() -> None:
     assert (int(pairs.num_tiles), int(pairs.num_base_tiles), pairs.num_rows) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(512, 8, 2), (64, 8, 1), (300, 4, 8), (30, 2, 3), (9, 3, 5)]
+)
+def test_each_base_tile_has_a_program_also_where_a_token_chooses_an_expert_again_and_again(
+    tokens: int, top_k: int, experts: int
+) -> None:
+    """As all padded rows of some servers do, whose ids are 0."""
+    pairs = PairMetadata(
+        max_tokens=tokens,
+        top_k=top_k,
+        num_experts=experts,
+        max_slots=2,
+        device=DEVICE,
+        with_base=True,
+    )
+    step = PairTables.of(pairs.buffers, tokens, pairs.sizes)
+    for chosen in range(1, experts + 1):
+        # all experts but one have one pair each
+        of_last = tokens * top_k - (chosen - 1)
+        tiles = chosen - 1 + math.ceil(of_last / step.base_height)
+        assert step.base_tile_programs >= tiles
+
+
 @pytest.mark.parametrize("scene", _SCENES, ids=lambda scene: scene.what)
 def test_every_table_of_every_step_is_that_of_a_plain_loop(scene: _Scene) -> None:
     pairs = PairMetadata(
