@@ -39,7 +39,7 @@ _PLANTED = Path(__file__).parent / "planted"
 _ROOT = Path(__file__).parents[2]
 _MODULE = "planted_subjects"
 _MOST_WAVES = 500
-_SUBJECTS = ("Atomics", "Stable", "Crashing")
+_SUBJECTS = ("Stable", "Crashing")
 _TWO_CORES = Place(workers=2)
 
 
