@@ -113,6 +113,15 @@ def test_a_product_of_8_bits_is_rounded_once_to_the_dtype_of_its_input(dtype: to
     torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=1e-6)
 
 
+def test_rows_that_are_written_anew_in_place_are_quantised_anew() -> None:
+    weight = quantised(WIDE[0])
+    product = BaseProduct(weight.values, weight.scales)
+    x, other = randn(5, K, seed=3), randn(5, K, seed=4)
+    product(x)
+    x.copy_(other)
+    assert torch.equal(product(x), product(other))
+
+
 def adapters() -> list[dict[str, LoRAFactors]]:
     """One adapter a slot: for qkvz alone, for ba alone and for both."""
     pool: list[dict[str, LoRAFactors]] = []
