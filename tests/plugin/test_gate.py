@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from loragate.cli import main
+from loragate.core.checkout import data_root
 from loragate.core.gpus import ListedGpu
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import read_events
 from loragate.events.model import CaseFinished, LegFinished, Note, RunStarted
 from loragate.matrix.case import Tier
+from loragate.matrix.load import default_files
 from loragate.matrix.selection import Selection
 from loragate.run import gate, schedule
 from loragate.run.opening import RunRequest, opening_events
@@ -177,3 +179,19 @@ def test_the_cases_of_a_subject_that_can_run_nothing_here_are_still_expected(mon
     assert plan.skipped == ()
     why = f"subject {subject} can run nothing here: package absent is not installed"
     assert notes == [Note(text=why)]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "patterns", "named"),
+    [
+        ((MATRICES / "long_sleep.yaml",), (), ("tests/plugin/misbehaving/long_sleep.yaml",)),
+        (default_files(data_root()), ("dense_delta.tokens-6",), ()),
+    ],
+)
+def test_a_plan_names_the_patterns_and_the_files_that_its_cases_were_taken_from(
+    matrix, patterns, named
+):
+    selection = Selection(matrix=matrix, subjects=("torch",), tier=Tier.SMOKE, patterns=patterns)
+    plan = next(opening_events(RunRequest(run="r", selection=selection, leg="x", legs=("x",))))
+    assert isinstance(plan, RunStarted)
+    assert (plan.patterns, plan.matrix) == (patterns, named)

@@ -29,7 +29,9 @@ from loragate.events.model import (
 )
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import CasePattern
-from loragate.report.merge import MergeError, ShardReport, merged_events
+from loragate.records.results import read_section, update_section
+from loragate.report.merge import merged_events
+from loragate.report.shard_reports import MergeError, ShardReport
 from loragate.report.summary import Summary, summarize
 
 PARTS = {1: ("mine.a", "mine.c"), 2: ("mine.b",), 3: ("mine.d", "mine.e")}
@@ -300,6 +302,116 @@ def test_the_command_writes_all_pages_and_takes_the_logs_along(
     assert main(["merge", *folders, "--report", folders[0]]) == ExitCode.USAGE
     assert "is the report of a shard" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "none")]) == ExitCode.USAGE
+
+
+FOUND = {
+    "versions": {"torch": "2.13"},
+    "machine": {
+        "system": "Linux",
+        "cores": "8",
+        "device": "cuda",
+        "device_name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "num_sms": "132",
+        "device_memory_bytes": "1024",
+        "driver": "580",
+    },
+}
+
+
+def merge(shards: Shards, tmp_path: Path) -> tuple[int, dict[str, Any] | None]:
+    """The exit code of a merge that records, and what it has recorded."""
+    folders = [write(tmp_path / f"shard {i}", e, f"run {i}") for i, e in shards.items()]
+    record = tmp_path / "results.json"
+    code = main(["merge", *folders, f"--report={tmp_path / 'out'}", f"--record={record}"])
+    section = "gate_seeds" if len(draws_of(shards)) > 1 else "gate"
+    return code, read_section(record, section)
+
+
+def draws_of(shards: Shards) -> tuple[int, ...]:
+    start = next(iter(shards.values()))[0]
+    assert isinstance(start, RunStarted)
+    return start.draws
+
+
+@pytest.mark.parametrize("draws", [(0,), (0, 1)])
+def test_merged_shards_are_recorded_as_one_run_of_the_machine_that_they_ran_on(
+    shards: Shards, tmp_path: Path, draws: tuple[int, ...]
+) -> None:
+    parts = {i: changed(events, draws=draws, **FOUND) for i, events in shards.items()}
+    for index in parts:
+        ends = [event for event in parts[index] if isinstance(event, CaseFinished)]
+        parts[index][1:1] = [replace(end, draw=draw) for end in ends for draw in draws[1:]]
+    code, section = merge(parts, tmp_path)
+    assert code == ExitCode.OK
+    assert section is not None
+    assert section["verdict"] == "pass"
+    assert (section["commit"], section["versions"]) == ("abc", {"torch": "2.13"})
+    machine = section["machine"]
+    assert (machine["name"], machine["driver"], machine["num_sms"]) == ("NVIDIA H200", "580", 132)
+    assert (machine["compute_capability"], machine["memory_bytes"]) == ([9, 0], 1024)
+    assert (section["shards"], section["draws"], section["duration_s"]) == (3, len(draws), 30.0)
+    assert sum(count["passed"] for count in section["counts"]) == 5
+
+
+@pytest.mark.parametrize("end", [None, 2])
+def test_shards_that_are_no_whole_run_leave_the_record_as_it_was(
+    shards: Shards, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: int | None
+) -> None:
+    update_section(tmp_path / "results.json", "gate", {"verdict": "pass"})
+    parts = {index: changed(events, draws=(0,)) for index, events in shards.items()}
+    if end is None:
+        del parts[3]
+    else:
+        parts[3] = parts[3][:end]
+    code, section = merge(parts, tmp_path)
+    assert code == ExitCode.INCOMPLETE
+    assert section == {"verdict": "pass"}
+    said = "is missing: no report of it was given" if end is None else "did not come to its end"
+    assert f"shard 3/3 {said}" in (err := capsys.readouterr().err)
+    assert f"{tmp_path / 'results.json'} stays as it was" in err
+    assert (tmp_path / "out" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            {"patterns": ("tokens-21", "rank-8")},
+            "every case; the shards were run with --cases tokens-21 --cases rank-8",
+        ),
+        ({"draws": ()}, "draws from 0 on; the shards have none"),
+        ({"draws": (3,)}, "draws from 0 on; the shards have 3"),
+        ({"draws": (0, 2)}, "draws from 0 on; the shards have 0, 2"),
+    ],
+)
+def test_shards_of_a_part_of_the_cases_or_draws_are_refused_as_a_record(
+    shards: Shards,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    complaint: str,
+) -> None:
+    parts = {index: changed(events, **{"draws": (0,)} | change) for index, events in shards.items()}
+    assert merge(parts, tmp_path) == (ExitCode.USAGE, None)
+    assert f"loragate merge: --record takes {complaint}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"versions": {"torch": "2.14"}},
+        {"machine": {**FOUND["machine"], "device_name": "NVIDIA H100"}},
+    ],
+)
+def test_shards_of_different_machines_are_refused_as_a_record(
+    shards: Shards, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    parts = {index: changed(e, draws=(0,), **FOUND) for index, e in shards.items()}
+    parts[2] = changed(parts[2], **change)
+    assert merge(parts, tmp_path) == (ExitCode.USAGE, None)
+    assert "--record takes one machine" in capsys.readouterr().err
 
 
 def test_a_log_that_cannot_be_copied_costs_a_note_and_no_verdict(

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if recorder and gate.interrupted:
         print(f"interrupted: {recorder.path} stays as it was", file=sys.stderr)
     elif recorder and summary.plan is not None:
-        recorder.save(outcome(summary, matrix=arguments.matrix or ()))
+        recorder.save(outcome(summary))
         say(f"recorded as {recorder.section} in {recorder.path}")
     return summary.exit_code
 

@@ -16,7 +16,10 @@ from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
 from loragate.events.log import EventWriter, read_events
 from loragate.events.model import Event, Note
-from loragate.report.merge import MergeError, ShardReport, merged_events
+from loragate.records.recorder import Recorder
+from loragate.report.merge import merged_events
+from loragate.report.record import origin, outcome, section_of
+from loragate.report.shard_reports import MergeError, ShardReport, check_one_record, gaps
 from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
 from loragate.report.write import append_step_summary, write_report
@@ -32,6 +35,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--report", type=path_of, default=Path("report"), metavar="DIR", help="default: report"
     )
+    parser.add_argument(
+        "--record",
+        type=path_of,
+        metavar="FILE",
+        help="write counts, verdict and times to FILE, as those of one run",
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,12 +50,15 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         shards = _read(arguments.folders, report)
         events = merged_events(shards, run=name)
+        recorder = _open_record(arguments.record, shards)
     try:
         summary = _write(events, name, report, arguments.folders, shards)
     except OSError as error:
         raise CommandError(unwritten(report, error), ExitCode.INFRASTRUCTURE) from error
     say(render_summary(summary, colour_for(sys.stdout, os.environ)))
     say(f"report: {report}")
+    if recorder is not None:
+        _record(recorder, summary, shards)
     return summary.exit_code
 
 
@@ -59,6 +71,24 @@ def _read(folders: Sequence[Path], report: Path) -> tuple[ShardReport, ...]:
         ShardReport(str(folder), read_events(folder / EVENTS), log)
         for folder, log in zip(folders, logs, strict=True)
     )
+
+
+def _open_record(path: Path | None, shards: Sequence[ShardReport]) -> Recorder | None:
+    """None without a file. Raises ValueError."""
+    if path is None:
+        return None
+    check_one_record(shards)
+    plan = shards[0].plan
+    return Recorder.open(path, section_of(draws=len(plan.draws), repeats=plan.repeats))
+
+
+def _record(recorder: Recorder, summary: Summary, shards: Sequence[ShardReport]) -> None:
+    if lacking := [*gaps(shards)]:
+        print(f"{recorder.path} stays as it was: {'; '.join(lacking)}", file=sys.stderr)
+        return
+    assert summary.plan is not None, "the plan of each shard was read"
+    recorder.save(outcome(summary) | {"shards": len(shards)}, origin=origin(summary.plan))
+    say(f"recorded as {recorder.section} in {recorder.path}")
 
 
 def _copy_logs(logs: Path, target: Path) -> tuple[str, ...]:

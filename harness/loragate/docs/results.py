@@ -147,9 +147,15 @@ def gate_sentences(gate: Section, seeds: Section) -> str:
         f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
         f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} kernels of "
         f"{_total(counts, 'expected')} expected; {_failures(counts)}. "
-        f"With {len(seeds['seeds'])} seeds ({_duration(seeds['duration_s'])}): "
+        f"With {len(seeds['seeds'])} seeds ({_length(seeds)}): "
         f"{_total(drawn, 'executed')} trials; {_failures(drawn)}."
     )
+
+
+def _length(gate: Section) -> str:
+    took = _duration(gate["duration_s"])
+    # of the longest one
+    return f"{gate['shards']} shards of up to {took}" if "shards" in gate else took
 
 
 def _failures(counts: Sequence[Mapping[str, Any]]) -> str:

@@ -80,8 +80,9 @@ class RunStarted:
     """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish.
 
     Every expected run id has to run `repeats` times with each of `draws`; `draws` is empty if the
-    plan does not say which. `shard` is None for a run that is no part of another one. `judged` is a
-    digest of how the cases of the whole plan are judged, "" if the plan does not say.
+    plan does not say which. `patterns` have selected some of the cases, all of which are of the
+    files `matrix`, if there are any. `shard` is None for a run that is no part of another one.
+    `judged` is a digest of how the cases of the whole plan are judged, "" if the plan does not say.
     """
 
     run: str
@@ -93,6 +94,8 @@ class RunStarted:
     skipped: tuple[Skipped, ...] = ()
     draws: tuple[int, ...] = ()
     repeats: int = 1
+    patterns: tuple[str, ...] = ()
+    matrix: tuple[str, ...] = ()
     commit: str = ""
     tree: Tree = Tree.UNKNOWN
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -60,27 +60,33 @@ class Recorder:
         if _checkout(self.path) != self.checkout:
             self.checkout = (self.checkout[0], Tree.DIRTY)
 
-    def save(self, payload: Mapping[str, Any]) -> None:
-        """Replace the section by `payload` and where it comes from. Raises CommandError."""
-        self.change(lambda current: payload)
+    def save(self, payload: Mapping[str, Any], *, origin: Mapping[str, Any] | None = None) -> None:
+        """Replace the section by `payload` and where it comes from. Raises CommandError.
 
-    def change(self, change: Change) -> bool:
+        origin: for a run of other processes, instead of this checkout and machine.
+        """
+        self.change(lambda current: payload, origin=origin)
+
+    def change(self, change: Change, *, origin: Mapping[str, Any] | None = None) -> bool:
         """Replace the section by what `change` makes of what it holds by then, and where that comes
         from: another run may have recorded into it since this one began. `change` returns None to
         leave it. Returns whether it was replaced. Raises CommandError."""
-        # imports torch, which a command may leave to its child processes until it records
-        from loragate.core.machine import detect_machine
-
-        origin = provenance(detect_machine(), commit=self.given_commit, checkout=self.checkout)
+        found = self._origin() if origin is None else origin
 
         def with_origin(current: dict[str, Any]) -> Mapping[str, Any] | None:
             changed = change(current)
-            return None if changed is None else origin | dict(changed)
+            return None if changed is None else {**found, **changed}
 
         try:
             return change_section(self.path, self.section, with_origin)
         except (ResultsError, OSError) as error:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
+
+    def _origin(self) -> Mapping[str, Any]:
+        # imports torch, which a command may leave to its child processes until it records
+        from loragate.core.machine import detect_machine
+
+        return provenance(detect_machine(), commit=self.given_commit, checkout=self.checkout)
 
 
 def _checkout(record: Path) -> tuple[str, Tree]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loragate.core.checkout import Tree
-from loragate.events.log import EventLog
 from loragate.events.model import (
     CaseFinished,
     CaseStarted,
@@ -26,142 +25,36 @@ from loragate.events.model import (
     Note,
     RunFinished,
     RunStarted,
-    Sharding,
     ShardPart,
 )
-
-# of the plan: where they differ, the shards are not parts of one run
-_SAME = ("commit", "tier", "subjects", "draws", "repeats", "judged")
-
-
-class MergeError(ValueError):
-    """Reports that are not parts of one run; the message names them and says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardReport:
-    """One report as it was given; `name` is what messages call it, `logs` where the merged report
-    keeps its logs."""
-
-    name: str
-    log: EventLog
-    logs: str
-
-    @property
-    def plan(self) -> RunStarted:
-        """Raises MergeError."""
-        plans = [event for event in self.log.events if isinstance(event, RunStarted)]
-        if not plans:
-            raise MergeError(f"{self.name}: no plan is recorded")
-        return plans[0]
-
-    @property
-    def sharding(self) -> Sharding:
-        """Raises MergeError."""
-        if self.plan.shard is None:
-            raise MergeError(f"{self.name}: is no shard: it was run without --shard")
-        return self.plan.shard
+from loragate.report.shard_reports import (
+    ShardReport,
+    check_findings,
+    check_once,
+    check_plan,
+    check_same,
+    gaps,
+    whole_plan,
+)
 
 
 def merged_events(reports: Sequence[ShardReport], *, run: str) -> tuple[Event, ...]:
     """The events of one run, called `run`. Raises MergeError."""
-    _check_same(reports)
-    _check_findings(reports)
-    by_index = _by_index(reports)
+    check_same(reports)
+    check_findings(reports)
+    check_once(reports)
     first = reports[0]
-    plan = _whole_plan(first.plan)
+    plan = whole_plan(first.plan)
     for report in reports[1:]:
-        _check_plan(first.name, plan, report.name, _whole_plan(report.plan))
+        check_plan(first.name, plan, report.name, whole_plan(report.plan))
     shared = _shared_legs(plan)
     return (
         _merged_plan(plan, reports, shared, run=run),
-        *_notes(reports, sorted(plan.keys() - by_index.keys()), len(plan)),
+        *_notes(reports),
         *_known_findings(reports),
         *(event for report in reports for event in _events_of(report, shared)),
         *_end(reports),
     )
-
-
-def _check_same(reports: Sequence[ShardReport]) -> None:
-    first = reports[0]
-    for report in reports:
-        if report.sharding.count != first.sharding.count:
-            raise MergeError(
-                f"{first.name} is one of {first.sharding.count} shards, "
-                f"{report.name} one of {report.sharding.count}"
-            )
-        for field in _SAME:
-            ours, theirs = getattr(first.plan, field), getattr(report.plan, field)
-            if ours != theirs:
-                raise MergeError(
-                    f"{field} differs: {_shown(ours)} in {first.name}, "
-                    f"{_shown(theirs)} in {report.name}"
-                )
-
-
-def _check_findings(reports: Sequence[ShardReport]) -> None:
-    """MergeError for a finding whose versions are those of some shards and not of others: merged
-    results do not tell which version they are of."""
-    sides: dict[bool, dict[tuple[str, str], tuple[str, KnownFinding]]] = {True: {}, False: {}}
-    for report in reports:
-        for event in report.log.events:
-            if isinstance(event, KnownFinding):
-                key = event.finding.id, event.finding.subject
-                is_listed = event.finding.covers(event.version)
-                sides[is_listed].setdefault(key, (report.name, event))
-    for key in sorted(sides[True].keys() & sides[False].keys()):
-        (here, listed), (there, other) = sides[True][key], sides[False][key]
-        raise MergeError(
-            f"finding {key[0]} is listed for version {_shown(listed.version)} in {here}, "
-            f"and not for {_shown(other.version)} in {there} ({other.finding.versions}): "
-            "it would excuse failures of both"
-        )
-
-
-def _by_index(reports: Sequence[ShardReport]) -> Mapping[int, ShardReport]:
-    found: dict[int, ShardReport] = {}
-    for report in reports:
-        index = report.sharding.index
-        if index in found:
-            both = f"{found[index].name} and {report.name}"
-            raise MergeError(f"{both} are both shard {index}/{report.sharding.count}")
-        found[index] = report
-    return found
-
-
-def _whole_plan(plan: RunStarted) -> Mapping[int, ShardPart]:
-    """What every shard has to deliver, as one of them has planned it."""
-    assert plan.shard is not None
-    own = ShardPart(index=plan.shard.index, legs=plan.legs, expected=plan.expected)
-    return {part.index: part for part in (own, *plan.shard.others)}
-
-
-def _check_plan(
-    name: str, plan: Mapping[int, ShardPart], other_name: str, other: Mapping[int, ShardPart]
-) -> None:
-    """MergeError that names a case or a leg which two shards have planned for different shards."""
-    ours, theirs = _places(plan), _places(other)
-    for what in sorted(ours.keys() | theirs.keys()):
-        here, there = ours.get(what), theirs.get(what)
-        if here != there:
-            raise MergeError(
-                f"the plans differ: {what} is in {_place(here)} by {name}, "
-                f"in {_place(there)} by {other_name}; were other durations or cases given?"
-            )
-
-
-def _places(plan: Mapping[int, ShardPart]) -> dict[str, tuple[int, ...]]:
-    """The shards of each case and of each leg."""
-    found: dict[str, tuple[int, ...]] = {}
-    for index, part in sorted(plan.items()):
-        names = [name for row in part.expected for name in row.run_ids]
-        for name in (*names, *(f"leg {leg}" for leg in part.legs)):
-            found[name] = (*found.get(name, ()), index)
-    return found
-
-
-def _place(indices: tuple[int, ...] | None) -> str:
-    return f"shard {', '.join(map(str, indices))}" if indices else "no shard"
 
 
 def _shared_legs(plan: Mapping[int, ShardPart]) -> frozenset[str]:
@@ -202,13 +95,10 @@ def _expected(row: Expected, index: int, shared: frozenset[str]) -> Expected:
     return replace(row, leg=_leg_name(row.leg, index, shared))
 
 
-def _notes(reports: Sequence[ShardReport], missing: Sequence[int], count: int) -> Iterator[Note]:
-    for index in missing:
-        yield Note(text=f"shard {index}/{count} is missing: no report of it was given")
+def _notes(reports: Sequence[ShardReport]) -> Iterator[Note]:
+    yield from (Note(text=text) for text in gaps(reports))
     for report in reports:
-        shard = f"shard {report.sharding.index}/{count}"
-        if not any(isinstance(event, RunFinished) for event in report.log.events):
-            yield Note(text=f"{shard} did not come to its end ({report.name})")
+        shard = f"shard {report.sharding.index}/{report.sharding.count}"
         yield from (Note(text=f"{shard}: {text}") for text in report.log.left_out)
         if report.plan.tree is Tree.DIRTY and len(reports) > 1:
             yield Note(text=f"{shard} had local changes, which others may not have had")
@@ -268,9 +158,3 @@ def _end(reports: Sequence[ShardReport]) -> Iterator[RunFinished]:
             finished_at=max(end.finished_at for end in ends),
             duration_s=max(end.duration_s for end in ends),
         )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    return str(value) or "none"

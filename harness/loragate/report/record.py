@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from loragate.core.checkout import project_root
+from loragate.core.versions import utc_now
+from loragate.events.model import RunStarted
 from loragate.report.counts import Count
 from loragate.report.draws import DrawOutcome
 from loragate.report.summary import Summary
@@ -18,11 +17,29 @@ def section_of(*, draws: int, repeats: int) -> str:
     return "gate" if draws * repeats == 1 else "gate_seeds"
 
 
-def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:
-    """Expected and executed counts, the verdict and the times of a run, as JSON.
+def origin(plan: RunStarted) -> dict[str, Any]:
+    """Where a run comes from by its own plan, with the fields of `records.results.provenance`: for
+    a run of another process, and perhaps of another machine."""
+    facts = plan.machine
+    capability = facts.get("compute_capability", "")
+    return {
+        "commit": plan.commit,
+        "tree": plan.tree.value,
+        "recorded_at": utc_now(),
+        "versions": dict(plan.versions),
+        "machine": {
+            **{name: facts.get(name, "") for name in ("system", "processor", "cores", "device")},
+            "name": facts.get("device_name", ""),
+            "driver": facts.get("driver") or None,
+            "compute_capability": [*map(int, capability.split("."))] if capability else None,
+            "num_sms": int(facts.get("num_sms", 0)),
+            "memory_bytes": int(facts.get("device_memory_bytes", 0)),
+        },
+    }
 
-    matrix: the case files that were named; without any, they were those of the project.
-    """
+
+def outcome(summary: Summary) -> dict[str, Any]:
+    """Expected and executed counts, the verdict and the times of a run, as JSON."""
     plan, finished = summary.plan, summary.finished
     return {
         "tier": plan.tier if plan else "",
@@ -45,14 +62,8 @@ def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:
             for leg in summary.legs
         ],
         "known": sorted({case.run_id for case in summary.known}),
-        **({"matrix": [*map(_file_name, matrix)]} if matrix else {}),
+        **({"matrix": list(plan.matrix)} if plan and plan.matrix else {}),
     }
-
-
-def _file_name(file: Path) -> str:
-    # the path of the project on this disk is left out: the file is published
-    path, root = file.resolve(), project_root().resolve()
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
 def _seed(outcome: DrawOutcome) -> dict[str, Any]:

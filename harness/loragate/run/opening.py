@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loragate.core.checkout import commit_and_tree, project_root
+from loragate.core.checkout import commit_and_tree, data_root, project_root
+from loragate.core.gpus import driver_version
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
 from loragate.events.model import (
@@ -20,6 +21,7 @@ from loragate.events.model import (
     ShardPart,
 )
 from loragate.findings.load import own_findings
+from loragate.matrix.load import default_files
 from loragate.matrix.plan import Plan
 from loragate.matrix.selection import Selection
 from loragate.run.planning import expected_results, plan_selection, skipped_cases
@@ -71,6 +73,8 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
         skipped=skipped_cases(made, unusable=unusable.keys(), only=only),
         draws=selection.draws,
         repeats=selection.repeats,
+        patterns=selection.patterns,
+        matrix=_named_files(selection.matrix),
         commit=commit,
         tree=tree,
         versions=versions(),
@@ -102,6 +106,17 @@ def _share(
     return only, Sharding(index=shard.index, count=shard.count, others=tuple(others))
 
 
+def _named_files(matrix: tuple[Path, ...]) -> tuple[str, ...]:
+    """The case files as a record names them; none for those of the project."""
+    return () if matrix == default_files(data_root()) else tuple(map(_published, matrix))
+
+
+def _published(file: Path) -> str:
+    # the path of the project on this disk is left out: a record is published
+    path, root = file.resolve(), project_root().resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
 def _known_findings(subjects: Collection[str]) -> Iterator[KnownFinding]:
     found = versions()
     for finding in own_findings():
@@ -118,4 +133,6 @@ def _device(machine: Machine) -> Mapping[str, str]:
         "device_name": machine.name,
         "compute_capability": ".".join(map(str, capability)) if capability else "",
         "device_memory_bytes": str(machine.memory_bytes),
+        "num_sms": str(machine.num_sms),
+        "driver": driver_version() or "",
     }
