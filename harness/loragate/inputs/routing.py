@@ -63,7 +63,7 @@ def make_routes(
     ids = _odd_ids(case, seed, step, machine, ids, kept=_last_slot_row(case, token_slots))
     return Routes(
         # an id that is read past the end is the last expert: the damage is written and seen
-        place_integers(ids.int(), int(local[-1])),
+        place_integers(ids.int(), _last_local(case, local)),
         _expert_map(case, local),
         weights,
         case.global_experts if case.ids is Ids.UNKNOWN else None,
@@ -114,8 +114,13 @@ def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:
         return torch.arange(case.experts, device=draw.device)
     # any placement: in one server ranks hold runs of experts, in another every second one.
     # the last global expert is local: an index of -1 counts from the end and gives a wrong delta
-    order, last = _shuffled(draw, case.global_experts), case.global_experts - 1
-    return torch.cat([torch.tensor([last]).to(order), order[order != last]])[: case.experts]
+    return _shuffled(draw, case.global_experts, first=case.global_experts - 1)[: case.experts]
+
+
+def _last_local(case: Case, local: Tensor) -> int:
+    """The global id of the last local expert."""
+    # a GPU would be waited for
+    return case.experts - 1 if case.expert_map is ExpertMap.LOCAL else int(local[-1])
 
 
 def _experts_near_the_last(case: Case, local: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def _experts_near_the_last(case: Case, local: Tensor) -> Tensor:
     the last of them."""
     if case.expert_map is ExpertMap.PARALLEL:
         return local
-    last = int(local[-1])
+    last = _last_local(case, local)
     holders = [held for held in experts_of_ranks(case) if last in held]
     others = {expert for held in holders for expert in held} - {last}
     return local[[*sorted(others), last]]
@@ -139,21 +144,26 @@ def _expert_map(case: Case, local: Tensor) -> Tensor | None:
 
 
 def _choices(case: Case, draw: Draw, local: Tensor, near: Tensor, token_slots: Tensor) -> Tensor:
-    """int64 [tokens, top_k]: global ids, distinct for each token, in random order."""
-    count, last = case.global_experts, local[-1]
+    """int64 [tokens, top_k]: global ids, distinct for each token, in random order.
+
+    Nothing here asks a GPU for a value, which may take as long as all that runs beside it: single
+    ids are tensors of one element, because one without dimensions is read when it is an index.
+    """
+    count, last = case.global_experts, local[-1:]
     scores = draw.uniform(0, 1, case.tokens, count)
     # in order of popularity; the last local expert is always among the popular ones
-    ranking = _shuffled(draw, count)
-    ranking = torch.cat([last[None], ranking[ranking != last]])
+    ranking = _shuffled(draw, count, first=last)
     used = count - 1 if case.routing is Routing.UNIFORM else -(-count // 2)
     used = max(used, case.top_k)
     scores[:, ranking[used:]] -= 2
     if case.routing is Routing.SKEWED:
-        hot = ranking[min(1, count - 1)]
-        scores[:, hot] += (draw.uniform(0, 1, case.tokens) < _HOT).float()
+        hot = ranking[min(1, count - 1) :][:1]
+        scores[:, hot] += (draw.uniform(0, 1, case.tokens, 1) < _HOT).float()
     row = _last_slot_row(case, token_slots)
-    far = ranking[:used][~torch.isin(ranking[:used], near)][:1]
-    scores[row, far] += 2
+    is_near = torch.zeros(count, dtype=torch.bool, device=near.device).index_fill(0, near, True)
+    is_far = ~is_near[ranking[:used]]
+    # the first one, if there is one
+    scores[row, ranking[is_far.int().argmax(dim=0, keepdim=True)]] += 2 * is_far.any()
     scores[row, last] += 4
     # topk may break ties either way
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : case.top_k]
@@ -166,6 +176,9 @@ def _last_slot_row(case: Case, token_slots: Tensor) -> list[int]:
     return (token_slots == case.slots - 1).nonzero().flatten()[:1].tolist()
 
 
-def _shuffled(draw: Draw, count: int) -> Tensor:
-    order: Tensor = torch.argsort(draw.uniform(0, 1, count), stable=True)
+def _shuffled(draw: Draw, count: int, *, first: int | Tensor) -> Tensor:
+    """int64 [count]: `first`, and behind it the others in random order."""
+    scores = draw.uniform(0, 1, count)
+    scores[first] = -1
+    order: Tensor = torch.argsort(scores, stable=True)
     return order
