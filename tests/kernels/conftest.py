@@ -15,6 +15,8 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from ..watched import stacked, watched_kernels  # noqa: F401
+
 
 @pytest.fixture
 def run_compiled() -> Callable[[str], None]:

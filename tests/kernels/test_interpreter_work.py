@@ -90,6 +90,7 @@ def test_memory_that_a_launch_has_used_is_free_when_its_caller_drops_it(
 def _add_in_turn(x, SIZES: tl.constexpr, tensors):
     for place in tl.static_range(len(SIZES)):
         _add_one(x, SIZES[place])
+        tl.debug_barrier()
     for place in tl.static_range(len(tensors)):
         _add_one(tensors[place], SIZES[0])
 

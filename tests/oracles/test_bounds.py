@@ -21,7 +21,8 @@ import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict  # noqa: E402
-from loragate.execution.bounds import FalseClaim, OutOfBounds, bounded_launches  # noqa: E402
+from loragate.execution.bounds import FalseClaim, OutOfBounds  # noqa: E402
+from loragate.execution.watched_launches import watched_launches  # noqa: E402
 from loragate.matrix.case import Dtype  # noqa: E402
 from loragate.oracles import ORACLES  # noqa: E402
 from loragate.protocol import Trial  # noqa: E402
@@ -99,13 +100,13 @@ def room(size: int = 64) -> tuple[Tensor, Tensor]:
 
 def test_a_number_that_is_no_multiple_of_what_a_kernel_says_is_refused() -> None:
     _, target = room()
-    with bounded_launches():
+    with watched_launches():
         claiming_kernel[(1,)](target, 24, 8)
         claiming_kernel[(1,)](target, 0, 16)
     message = "kernel claiming_kernel: says that 24 is a multiple of 16"
-    with pytest.raises(FalseClaim, match=message), bounded_launches():
+    with pytest.raises(FalseClaim, match=message), watched_launches():
         claiming_kernel[(1,)](target, 24, 16)
-    with pytest.raises(FalseClaim, match=message), bounded_launches(), suppress(Exception):
+    with pytest.raises(FalseClaim, match=message), watched_launches(), suppress(Exception):
         claiming_kernel[(1,)](target, 24, 16)
     # outside, the interpreter ignores it
     claiming_kernel[(1,)](target, 24, 16)
@@ -113,7 +114,7 @@ def test_a_number_that_is_no_multiple_of_what_a_kernel_says_is_refused() -> None
 
 def test_accesses_within_the_tensors_of_a_launch_pass() -> None:
     source, target = room()
-    with bounded_launches():
+    with watched_launches():
         copy_kernel[(1,)](source, target, 8, 8, 16)
         add_kernel[(1,)](target, 7)
     assert target.tolist() == [1.0] * 7 + [2.0]
@@ -158,7 +159,7 @@ def test_an_access_outside_is_refused_before_it_happens(
     launch: Callable[[Tensor, Tensor], None], message: str
 ) -> None:
     source, target = room()
-    with pytest.raises(OutOfBounds) as caught, bounded_launches():
+    with pytest.raises(OutOfBounds) as caught, watched_launches():
         launch(source, target)
     assert str(caught.value) == message
     base = target._base
@@ -168,9 +169,9 @@ def test_an_access_outside_is_refused_before_it_happens(
 
 def test_rows_of_a_strided_view_may_be_read_from_the_first_to_the_last() -> None:
     source, (_, target) = torch.ones(4, 8)[:2, :3], room()
-    with bounded_launches():
+    with watched_launches():
         copy_kernel[(1,)](source, target, 8, 8, 16)
-    with pytest.raises(OutOfBounds, match="at byte 44 of source"), bounded_launches():
+    with pytest.raises(OutOfBounds, match="at byte 44 of source"), watched_launches():
         copy_kernel[(1,)](source, torch.zeros(16), 12, 12, 16)
 
 
@@ -178,34 +179,34 @@ def test_an_argument_that_is_said_to_hold_an_address_stands_for_all_memory_of_it
     source, target = room()
     stack = source._base
     assert stack is not None
-    with bounded_launches({("copy_kernel", "source")}):
+    with watched_launches({("copy_kernel", "source")}):
         copy_kernel[(1,)](source, target, 9, 8, 16)
     for addresses in ({("copy_kernel", "target")}, {("add_kernel", "source")}, set()):
-        with pytest.raises(OutOfBounds, match="read outside"), bounded_launches(addresses):
+        with pytest.raises(OutOfBounds, match="read outside"), watched_launches(addresses):
             copy_kernel[(1,)](source, target, 9, 8, 16)
     beyond = stack[-8:]
-    with pytest.raises(OutOfBounds), bounded_launches({("copy_kernel", "source")}):
+    with pytest.raises(OutOfBounds), watched_launches({("copy_kernel", "source")}):
         copy_kernel[(1,)](beyond, target, 9, 8, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
 def test_memory_behind_an_address_in_a_tensor_is_not_judged(dtype: torch.dtype) -> None:
     source, target = room()
-    with bounded_launches():
+    with watched_launches():
         follow_kernel[(1,)](torch.tensor([source.data_ptr()], dtype=dtype), target)
     assert target[0] == 1.0
 
 
 def test_memory_behind_an_address_that_is_an_argument_is_not_judged() -> None:
     source, target = room(_MAPPED)
-    with bounded_launches():
+    with watched_launches():
         given_kernel[(1,)](source.data_ptr(), target)
     assert target[0] == 1.0
 
 
 def test_a_large_integer_that_is_no_address_excuses_nothing() -> None:
     source, target = room()
-    with pytest.raises(OutOfBounds, match="1 element read outside"), bounded_launches():
+    with pytest.raises(OutOfBounds, match="1 element read outside"), watched_launches():
         look_up_kernel[(1,)](torch.tensor([8, 1 << 40, 1 << 62]), source, target)
 
 
@@ -214,25 +215,25 @@ def test_no_size_excuses_an_access_far_ahead_of_all_tensors() -> None:
     places = torch.zeros(_MAPPED, dtype=torch.int64)[:3]
     places.copy_(torch.tensor([-(1 << 36), 8, 1 << 20]))
     ahead = "the first ahead of all of them"
-    with pytest.raises(OutOfBounds, match=ahead), bounded_launches():
+    with pytest.raises(OutOfBounds, match=ahead), watched_launches():
         look_up_kernel[(1,)](places, source, target)
 
 
 def test_blocks_of_a_tensor_descriptor_are_judged_as_well() -> None:
     source, (_, target) = torch.ones(4, 4), room()
     described = TensorDescriptor.from_tensor(source, [1, 4])
-    with bounded_launches():
+    with watched_launches():
         described_kernel[(1,)](described, target, 3)
     assert target[:4].tolist() == [1.0] * 4
     # what a descriptor says is larger than its tensor
     described = TensorDescriptor(source[:3], [4, 4], [4, 1], [1, 4])
-    with pytest.raises(OutOfBounds, match="4 elements read outside"), bounded_launches():
+    with pytest.raises(OutOfBounds, match="4 elements read outside"), watched_launches():
         described_kernel[(1,)](described, target, 3)
 
 
 def test_a_descriptor_of_a_tensor_under_another_dtype_has_the_bytes_of_the_tensor() -> None:
     source, (_, target) = torch.ones(4, 4), room()
-    with bounded_launches():
+    with watched_launches():
         bits = triton.reinterpret(source.view(torch.int32), tl.float32)
         described_kernel[(1,)](TensorDescriptor(bits, [4, 4], [4, 1], [1, 4]), target, 3)
     assert target[:4].tolist() == [1.0] * 4
@@ -246,7 +247,7 @@ def test_a_launch_within_another_one_is_judged_by_its_own_tensors() -> None:
 
     add_kernel.pre_run_hooks.append(before)
     try:
-        with bounded_launches():
+        with watched_launches():
             add_kernel[(1,)](target, 7)
     finally:
         add_kernel.pre_run_hooks.remove(before)
@@ -257,16 +258,16 @@ def test_what_the_caller_of_a_kernel_swallows_is_raised_at_the_end() -> None:
     source, target = room()
     with (
         pytest.raises(OutOfBounds, match="byte 32 of source"),
-        bounded_launches(),
+        watched_launches(),
         suppress(OutOfBounds),
     ):
         copy_kernel[(1,)](source, target, 9, 8, 16)
 
 
 def test_without_triton_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loragate.execution.bounds.find_spec", lambda name: None)
+    monkeypatch.setattr("loragate.execution.watched_launches.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
-    with bounded_launches():
+    with watched_launches():
         pass
 
 

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from ..watched import stacked, watched_kernels  # noqa: F401
+
 
 @pytest.fixture
 def run_compiled() -> Callable[[str], None]:

@@ -9,29 +9,22 @@ that is said to be aligned; the interpreter ignores it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from importlib.util import find_spec
-from types import TracebackType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
 from loragate.core.plural import counted
-from loragate.execution.interpreter_calls import (
-    AccessKind,
-    access_hooks,
-    cause_of,
-    element_size,
-    patches,
-)
+from loragate.core.verdict import Failure
+from loragate.execution.interpreter_calls import AccessKind, KernelFault, element_size
 from loragate.execution.streams.arguments import held_integers, tensors_of
 
 
-class OutOfBounds(Exception):
+class OutOfBounds(KernelFault):
     """A kernel accesses memory outside of all tensors of its launch."""
+
+    failure = Failure.FOREIGN_MEMORY
 
 
 class FalseClaim(OutOfBounds):
@@ -39,91 +32,7 @@ class FalseClaim(OutOfBounds):
     access other memory."""
 
 
-def bounded_launches(addresses: Collection[tuple[str, str]] = ()) -> _BoundedLaunches:
-    """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors,
-    and at a false claim. The first OutOfBounds is raised at the end as well, whoever caught it
-    meanwhile.
-
-    addresses: by the names of kernels and of their arguments, tensors that say where more memory
-        begins. Such a one may be the first of several, as slot 0 of a stack that vLLM gives to its
-        kernels: all memory that it is a view of belongs to the launch.
-    """
-    return _BoundedLaunches(frozenset(addresses))
-
-
-class _BoundedLaunches:
-    # a class, because contextlib assigns to exceptions: see protocol/error_origin.py
-
-    def __init__(self, addresses: frozenset[tuple[str, str]]) -> None:
-        self._addresses = addresses
-        # that are running, the innermost last: hooks of a kernel may launch another one
-        self._launches: list[_Launch] = []
-        self._first: OutOfBounds | None = None
-        self._patches = ExitStack()
-
-    def __enter__(self) -> None:
-        if find_spec("triton") is None:
-            return
-        from triton.runtime.interpreter import GridExecutor, TensorHandle
-
-        launched = self._launched(GridExecutor.__call__)
-        for each in (
-            patch.object(GridExecutor, "__call__", launched),
-            patch.object(TensorHandle, "set_attr", self._claimed(TensorHandle.set_attr)),
-            *patches(access_hooks(self._check)),
-        ):
-            self._patches.enter_context(each)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._patches.close()
-        if self._first is not None and (error is None or isinstance(error, Exception)):
-            raise self._first from None
-
-    def _launched(self, run: Callable[..., None]) -> Callable[..., None]:
-        from triton.runtime.errors import InterpreterError
-
-        def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-            kernel = executor.fn.__name__
-            whole = {name for of, name in self._addresses if of == kernel}
-            self._launches.append(_Launch(kernel, executor.arg_names, args, kwargs, whole))
-            try:
-                run(executor, *args, **kwargs)
-            except InterpreterError as error:
-                outside = cause_of(error, OutOfBounds)
-                if outside is not None:
-                    raise outside from None
-                raise
-            finally:
-                self._launches.pop()
-
-        return launched
-
-    def _claimed(self, set_attr: Callable[..., None]) -> Callable[..., None]:
-        def claimed(handle: Any, name: str, values: Any) -> None:
-            if name == "tt.divisibility" and self._launches:
-                self._note(lambda: self._launches[-1].check_multiple(handle, values))
-            set_attr(handle, name, values)
-
-        return claimed
-
-    def _check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
-        if self._launches:
-            self._note(lambda: self._launches[-1].check(kind, pointers, mask))
-
-    def _note(self, check: Callable[[], None]) -> None:
-        try:
-            check()
-        except OutOfBounds as error:
-            self._first = self._first or error
-            raise
-
-
-class _Launch:
+class LaunchBounds:
     """The bytes from the first to the last element of each tensor of a launch, or all of its memory
     where `whole` names it."""
 
@@ -205,14 +114,22 @@ class _Launch:
 
         return [place for place in outside if not is_explained(place)]
 
-    def _near(self, place: int) -> str:
+    def place(self, address: int) -> str:
         """Where an address lies, from the tensor that begins at or below it."""
-        below = [one for one in self._named if one[0] <= place]
+        below = [one for one in self._named if one[0] <= address]
         if not below:
             return "ahead of all of them"
-        start, end, name, tensor = below[-1]
+        start, _, name, _ = below[-1]
+        return f"at byte {address - start} of {name}"
+
+    def _near(self, place: int) -> str:
+        """`place`, with the size of the tensor."""
+        below = [one for one in self._named if one[0] <= place]
+        if not below:
+            return self.place(place)
+        start, end, _, tensor = below[-1]
         storage = tensor.untyped_storage()
-        text = f"at byte {place - start} of {name}, which has {end - start}"
+        text = f"{self.place(place)}, which has {end - start}"
         if place < storage.data_ptr() + storage.nbytes():
             text += f" and is a view of {storage.nbytes()}"
         return text

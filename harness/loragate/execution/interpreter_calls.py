@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
+
+from loragate.core.verdict import Failure
 
 _ErrorT = TypeVar("_ErrorT", bound=BaseException)
 
@@ -18,6 +20,13 @@ class AccessKind(StrEnum):
     READ = "read"
     WRITE = "written"
     ATOMIC = "changed"
+
+
+class KernelFault(Exception):
+    """A kernel did in the interpreter what is wrong when it is compiled, whatever its result here.
+    The message is one line."""
+
+    failure: ClassVar[Failure]
 
 
 def patches(hooks: Mapping[str, Hook]) -> list[AbstractContextManager[Any]]:
@@ -39,21 +48,22 @@ def hooked(hooks: Mapping[str, Hook]) -> Iterator[None]:
         yield
 
 
-def access_hooks(note: Callable[[AccessKind, Any, Any], None]) -> dict[str, Hook]:
-    """Hooks that call `note` with each access of memory, its pointers and its mask (None: no mask).
-    Block pointers and tensor descriptors come down to these as well."""
+def access_hooks(note: Callable[[AccessKind, Any, Any, Any], None]) -> dict[str, Hook]:
+    """Hooks that call `note` with each access of memory, its pointers, its mask (None: no mask) and
+    what it stores (None: nothing, or what an atomic operation makes of it). Block pointers and
+    tensor descriptors come down to these as well."""
 
     def load(pointers: Any, mask: Any, *rest: Any, **options: Any) -> None:
-        note(AccessKind.READ, pointers, mask)
+        note(AccessKind.READ, pointers, mask, None)
 
     def store(pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> None:
-        note(AccessKind.WRITE, pointers, mask)
+        note(AccessKind.WRITE, pointers, mask, value)
 
     def change(operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **_: Any) -> None:
-        note(AccessKind.ATOMIC, pointers, mask)
+        note(AccessKind.ATOMIC, pointers, mask, None)
 
     def compare(pointers: Any, *rest: Any, **options: Any) -> None:
-        note(AccessKind.ATOMIC, pointers, None)
+        note(AccessKind.ATOMIC, pointers, None, None)
 
     return {
         "create_masked_load": load,

@@ -50,7 +50,7 @@ def _add(work: Work, **amounts: int) -> None:
         setattr(work, name, getattr(work, name) + amount)
 
 
-def _add_access(work: Work, kind: AccessKind, pointers: Any, mask: Any) -> None:
+def _add_access(work: Work, kind: AccessKind, pointers: Any, mask: Any, value: Any) -> None:
     live = pointers.data.size if mask is None else int(mask.data.sum())
     size = live * element_size(pointers)
     if kind is not AccessKind.WRITE:

@@ -24,8 +24,9 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.engine.process import EngineError
 from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
-from loragate.execution.bounds import OutOfBounds, bounded_launches
+from loragate.execution.interpreter_calls import KernelFault
 from loragate.execution.streams.traced import streams_of
+from loragate.execution.watched_launches import watched_launches
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.plan import beyond_machine
@@ -173,7 +174,7 @@ def _judge_once(oracle: Oracle, trial: Trial) -> tuple[Judgement, bool]:
         reason = oracle.applies(trial)
         if reason is not None:
             return Judgement(name, Verdict.SKIP, message=reason), False
-        with streams_of(trial), _bounded(trial):
+        with streams_of(trial), _watched(trial):
             judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
@@ -193,16 +194,16 @@ def _judge_once(oracle: Oracle, trial: Trial) -> tuple[Judgement, bool]:
         forget_errors()
 
 
-def _bounded(trial: Trial) -> AbstractContextManager[None]:
+def _watched(trial: Trial) -> AbstractContextManager[None]:
     # a GPU finds what lies outside of all allocations, and nothing there finds the rest
     if not trial.machine.interpreted:
         return nullcontext()
-    return bounded_launches(trial.capabilities.pointer_tables)
+    return watched_launches(trial.capabilities.pointer_tables)
 
 
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
-    if isinstance(error, OutOfBounds):
-        return Judgement(name, Verdict.FAIL, Failure.FOREIGN_MEMORY, str(error))
+    if isinstance(error, KernelFault):
+        return Judgement(name, Verdict.FAIL, error.failure, str(error))
     message = str(error) if isinstance(error, _SELF_CONTAINED) else _describe(error)
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)

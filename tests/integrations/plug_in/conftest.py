@@ -5,7 +5,7 @@ installed. Kernels run in Triton's interpreter."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,15 @@ from torch import Tensor
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from ...watched import watched_kernels  # noqa: F401
+
 SLOTS, RANK, ROWS = 3, 4, 40
+
+
+@pytest.fixture
+def stacked() -> Collection[tuple[str, str]]:
+    # of a packed layer the kernels get the first slice, and read the others behind it
+    return {("lora_shrink_kernel", "a_ptr"), ("lora_expand_kernel", "b_ptr")}
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class _Watch:
         self._polled: Any = None
         self._reads = 0
 
-    def note(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
+    def note(self, kind: AccessKind, pointers: Any, mask: Any, value: Any) -> None:
         live = _live(pointers, mask)
         if kind is AccessKind.WRITE:
             self._polled = None

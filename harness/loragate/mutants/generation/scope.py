@@ -42,8 +42,8 @@ _LAUNCH_OPTIONS = frozenset(
     }
 )
 _CHOICES = (ast.Constant, ast.Compare, ast.BinOp, ast.BoolOp, ast.IfExp, ast.If)
-# synchronisation that neither the interpreter has nor the compile leg looks at
-_GPU_CALLS = ("debug_barrier", "launch_options")
+# of options of a launch, which neither the interpreter nor the compile leg looks at
+_GPU_CALL = "launch_options"
 # whenever it comes, what needs the kernels before it waits for them
 _HINT = "gdc_launch_dependents"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -133,7 +133,7 @@ def gpu_only(module: Module) -> list[Span]:
         return [(0, len(module.text))]
     spans: list[Span] = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and _called(node) in _GPU_CALLS:
+        if isinstance(node, ast.Call) and _called(node) == _GPU_CALL:
             spans.append(module.span(node))
         elif isinstance(node, ast.keyword) and _names_device(node):
             spans.append(with_comma(module, module.span(node)))
