@@ -222,4 +222,18 @@ FAULTS = (
         source="vllm #32277",
         why="The grid of the base product counts full tiles only: the last experts get none.",
     ),
+    _count(
+        "counters-raised-ahead-of-their-reset",
+        "    tl.debug_barrier()\n",
+        "",
+        source="sglang #37663",
+        why="A thread counts a pair before another one has reset the counter.",
+    ),
+    _at_once(
+        "tables-written-ahead-of-their-reset",
+        "    # what follows writes where this program has reset\n    tl.debug_barrier()\n",
+        "",
+        source="sglang #37663",
+        why="A thread resets what another one has written to the tables.",
+    ),
 )

@@ -184,4 +184,11 @@ FAULTS = (
         source="own",
         why="Without its K loop, ptxas 12.8 takes a descriptor from a register without a value.",
     ),
+    _kernel(
+        "tile-stored-again-beside-its-first-stores",
+        "                tl.debug_barrier()\n",
+        "",
+        source="own",
+        why="A tile that is computed again is overwritten by threads that store its first result.",
+    ),
 )
