@@ -254,6 +254,7 @@ FAULTS = (
     if slot == 0:
         for start in range(0, size_tile_rows, BLOCK):
             tl.store(tile_rows_ptr + start + lanes, nothing, mask=start + lanes < size_tile_rows)
+        tl.debug_barrier()
 """,
         source="own",
         why="Programs that run earlier than the first one lose their rows.",
