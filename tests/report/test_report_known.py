@@ -135,6 +135,15 @@ def test_a_listed_case_that_crashes_fails(judge: Callable[..., Summary]) -> None
     assert judge(LISTED, also=(start,)).exit_code is ExitCode.WRONG
 
 
+def test_draws_of_a_listed_case_that_never_started_are_not_said_to_follow_on_ones_that_passed(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    fails = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
+    summary = summarize(EventLog((plan(RUN, draws=(0, 1)), listed(), fails, *closing)))
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert summary.troubles[0].message == "failed as listed, but never started: draw 1"
+
+
 def test_a_listed_case_that_passes_is_a_failure_of_the_ledger(
     judge: Callable[..., Summary],
 ) -> None:

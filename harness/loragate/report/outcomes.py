@@ -172,8 +172,9 @@ def _with_missing_trials(case: CaseOutcome, missing: frozenset[tuple[int, int]])
     if not missing or case.verdict is not Verdict.PASS:
         return case
     names = ", ".join(trial_name(*trial) for trial in sorted(missing))
+    rest = "failed as listed" if case.is_known else "passed"
     return replace(
-        case, verdict=Verdict.INCONCLUSIVE, message=f"passed, but never started: {names}"
+        case, verdict=Verdict.INCONCLUSIVE, message=f"{rest}, but never started: {names}"
     )
 
 
