@@ -9,6 +9,7 @@ import pytest
 
 from loragate.cli import main
 from loragate.core.checkout import Tree
+from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.events.durations import durations_of
 from loragate.events.log import EventLog, EventWriter, read_events
@@ -29,8 +30,9 @@ from loragate.events.model import (
 )
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import CasePattern
-from loragate.records.results import read_section, update_section
+from loragate.records.results import provenance, read_section, update_section
 from loragate.report.merge import merged_events
+from loragate.report.record import origin
 from loragate.report.shard_reports import MergeError, ShardReport
 from loragate.report.summary import Summary, summarize
 
@@ -412,6 +414,14 @@ def test_shards_of_different_machines_are_refused_as_a_record(
     parts[2] = changed(parts[2], **change)
     assert merge(parts, tmp_path) == (ExitCode.USAGE, None)
     assert "--record takes one machine" in capsys.readouterr().err
+
+
+def test_a_merged_record_says_where_it_comes_from_in_the_words_of_any_other(
+    plan: Callable[..., RunStarted],
+) -> None:
+    merged_run, own = origin(plan(**FOUND)), provenance(Machine("cpu", "x86_64", None, 1, 0))
+    assert merged_run.keys() == own.keys()
+    assert merged_run["machine"].keys() == own["machine"].keys()
 
 
 def test_a_log_that_cannot_be_copied_costs_a_note_and_no_verdict(

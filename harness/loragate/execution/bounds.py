@@ -17,7 +17,12 @@ from torch import Tensor
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure
-from loragate.execution.interpreter_calls import AccessKind, KernelFault, element_size
+from loragate.execution.interpreter_calls import (
+    AccessKind,
+    KernelFault,
+    element_size,
+    live_elements,
+)
 from loragate.execution.streams.arguments import held_integers, tensors_of
 
 
@@ -71,8 +76,7 @@ class LaunchBounds:
         # most blocks lie within one tensor, masked off or not
         if self._hold_all(places, size):
             return
-        if mask is not None:
-            places = places[np.broadcast_to(mask.data, places.shape) != 0]
+        places = live_elements(places, mask)
         if not places.size or self._hold_all(places, size):
             return
         outside = [place for place in np.unique(places).tolist() if not self._holds(place, size)]
@@ -116,23 +120,27 @@ class LaunchBounds:
 
     def place(self, address: int) -> str:
         """Where an address lies, from the tensor that begins at or below it."""
-        below = [one for one in self._named if one[0] <= address]
-        if not below:
+        below = self._below(address)
+        if below is None:
             return "ahead of all of them"
-        start, _, name, _ = below[-1]
+        start, _, name, _ = below
         return f"at byte {address - start} of {name}"
 
-    def _near(self, place: int) -> str:
+    def _near(self, address: int) -> str:
         """`place`, with the size of the tensor."""
-        below = [one for one in self._named if one[0] <= place]
-        if not below:
-            return self.place(place)
-        start, end, _, tensor = below[-1]
+        text, below = self.place(address), self._below(address)
+        if below is None:
+            return text
+        start, end, _, tensor = below
         storage = tensor.untyped_storage()
-        text = f"{self.place(place)}, which has {end - start}"
-        if place < storage.data_ptr() + storage.nbytes():
+        text += f", which has {end - start}"
+        if address < storage.data_ptr() + storage.nbytes():
             text += f" and is a view of {storage.nbytes()}"
         return text
+
+    def _below(self, address: int) -> tuple[int, int, str, Tensor] | None:
+        """The last tensor that begins at or below an address."""
+        return next((one for one in reversed(self._named) if one[0] <= address), None)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
+import numpy as np
+
 from loragate.core.verdict import Failure
 
 _ErrorT = TypeVar("_ErrorT", bound=BaseException)
@@ -71,6 +73,15 @@ def access_hooks(note: Callable[[AccessKind, Any, Any, Any], None]) -> dict[str,
         "create_atomic_rmw": change,
         "create_atomic_cas": compare,
     }
+
+
+def live_elements(block: Any, mask: Any) -> Any:
+    """The elements of an array that are not masked off, in one dimension; None is no mask."""
+    if mask is None:
+        return block.reshape(-1)
+    # a mask may consist of integers, which numpy would take for indices
+    live = np.broadcast_to(mask.data, block.shape) != 0
+    return block.reshape(-1) if live.all() else block[live]
 
 
 def element_size(pointers: Any) -> int:

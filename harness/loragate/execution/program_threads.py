@@ -16,7 +16,7 @@ import numpy as np
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure
-from loragate.execution.interpreter_calls import AccessKind, KernelFault
+from loragate.execution.interpreter_calls import AccessKind, KernelFault, live_elements
 
 
 class MissingBarrier(KernelFault):
@@ -84,12 +84,9 @@ class ProgramThreads:
 def _access(kind: AccessKind, pointers: Any, mask: Any, value: Any) -> _Access | None:
     """None where no place is accessed."""
     block = np.asarray(pointers.data, dtype=np.uint64)
-    places = block.ravel()
-    values = None if value is None else np.broadcast_to(value.data, block.shape).ravel()
-    if mask is not None:
-        live = np.broadcast_to(mask.data, block.shape).ravel() != 0
-        places = places[live]
-        values = None if values is None else values[live]
+    places, values = live_elements(block, mask), None
+    if value is not None:
+        values = live_elements(np.broadcast_to(value.data, block.shape), mask)
     if not places.size:
         return None
     if (places[1:] < places[:-1]).any():

@@ -21,6 +21,7 @@ from loragate.execution.interpreter_calls import (
     cause_of,
     element_size,
     hooked,
+    live_elements,
 )
 from loragate.execution.streams.arguments import holders, tensors_of
 from loragate.execution.streams.memory import Addresses, Block
@@ -97,7 +98,7 @@ class _Watch:
         self._reads = 0
 
     def note(self, kind: AccessKind, pointers: Any, mask: Any, value: Any) -> None:
-        live = _live(pointers, mask)
+        live = live_elements(np.asarray(pointers.data, dtype=np.uint64), mask)
         if kind is AccessKind.WRITE:
             self._polled = None
         else:
@@ -183,15 +184,6 @@ def _blocks_by_argument(
     for access in recorder.accesses(named, recorder.current()):
         names[access.block].append(access.name)
     return {block: "/".join(dict.fromkeys(found)) for block, found in names.items()}
-
-
-def _live(pointers: Any, mask: Any) -> Any:
-    addresses = np.asarray(pointers.data, dtype=np.uint64)
-    if mask is None:
-        return addresses.reshape(-1)
-    # a mask may consist of integers, which numpy would take for indices
-    live = np.broadcast_to(mask.data, addresses.shape) != 0
-    return addresses.reshape(-1) if live.all() else addresses[live]
 
 
 def _size_text(live: Any) -> str:
