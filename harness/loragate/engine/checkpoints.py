@@ -21,7 +21,7 @@ from loragate.core.files import lock_of
 from loragate.core.json_text import parse_json
 from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
-from loragate.engine.folders import write_adapter, write_model
+from loragate.engine.folders import digests, write_adapter, write_model
 from loragate.engine.language import (
     KINDS,
     Language,
@@ -98,7 +98,7 @@ def _recipe(language: Language, adapters: int) -> dict[str, Any]:
 def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
     try:
         manifest = parse_json((folder / _MANIFEST).read_bytes())
-        return bool(manifest == {"recipe": recipe, "files": _digests(folder)})
+        return bool(manifest == {"recipe": recipe, "files": digests(folder, without=_MANIFEST)})
     except (OSError, ValueError):
         return False
 
@@ -126,16 +126,6 @@ def _listed_files(folder: Path) -> Collection[str]:
     return files if isinstance(files, dict) else ()
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file but the manifest, by its path in the folder."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-        if path != folder / _MANIFEST
-    }
-
-
 def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
     folder = wanted.folder
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as path:
@@ -143,7 +133,8 @@ def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
         new, old = Path(path) / "new", Path(path) / "old"
         new.mkdir()
         _write(Checkpoint(new, wanted.language, wanted.speakers))
-        manifest = json.dumps({"recipe": recipe, "files": _digests(new)}, indent=2, sort_keys=True)
+        files = digests(new, without=_MANIFEST)
+        manifest = json.dumps({"recipe": recipe, "files": files}, indent=2, sort_keys=True)
         (new / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(old)

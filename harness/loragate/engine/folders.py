@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -61,6 +62,16 @@ def write_checkpoint(
     _write_json(folder / "config.json", config)
     tokens = {"bos_token_id": BOS, "eos_token_id": None, "pad_token_id": BOS}
     _write_json(folder / "generation_config.json", {**tokens, "do_sample": False})
+
+
+def digests(folder: Path, *, without: str = "") -> dict[str, str]:
+    """SHA-256 of each file but `without`, by its path in the folder."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if path != folder / without
+    }
 
 
 def model_config(language: Language, dtype: torch.dtype) -> dict[str, Any]:

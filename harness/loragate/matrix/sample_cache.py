@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from loragate.core.files import read_regular, write_atomically
+from loragate.core.user_cache import user_cache
 
 Points = tuple[tuple[int, ...], ...]
 
@@ -30,7 +30,7 @@ def kept(
     sizes: the numbers of values of the axes. asked: all that `compute` follows from, with a `repr`
     that is the same in every process. source: the module that it is in.
     """
-    folder = _folder()
+    folder = user_cache("samples")
     if folder is None:
         return compute()
     parts = (tuple(sizes), asked, version("covertable"), _content(source))
@@ -40,16 +40,6 @@ def kept(
         found = compute()
         _write(path, found)
     return found
-
-
-def _folder() -> Path | None:
-    """By the rules of XDG, which ignore a relative path; None where there is no home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        root = given if given.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "loragate" / "samples"
 
 
 @cache
