@@ -32,6 +32,8 @@ if "meets" in names or "met" in names:
         time.sleep(0.01)
 if "dies-first" in names:
     sys.exit("no module named vllm")
+if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") != os.devnull:
+    sys.exit("whoever shares the GPU would lose it, too")
 write(version="0.26.0")
 folder = os.path.dirname(sys.argv[0])
 with open(os.path.join(folder, "imported"), "a") as file:

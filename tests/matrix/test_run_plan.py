@@ -131,6 +131,22 @@ def test_a_plan_and_a_session_give_a_shard_the_same_cases_though_a_subject_refus
     assert shard.part(made.run_ids) == {run.run_id for run in select_runs(selection, CASES)}
 
 
+def test_a_case_that_is_run_once_has_the_first_of_the_draws_alone_in_a_plan_and_in_a_session() -> (
+    None
+):
+    name, draws = run_id("ours", WIDE), (7, 3, 5)
+    made = plan(CASES, [OURS], Tier.SMOKE, CPU, draws=draws, repeats=2, once=name.__eq__)
+    trials = [(run.draw, run.repeat) for run in made.planned if run.run_id == name]
+    assert trials == [(3, 0)]
+    assert made.once == {name}
+    assert made.of([run_id("ours", SMOKE)]).once == frozenset()
+    others = [run.run_id for run in made.planned if run.run_id != name]
+    assert len(others) == 2 * 3 * 2
+    selection = Selection(matrix=(), subjects=("ours",), tier=Tier.SMOKE, draws=draws, repeats=2)
+    selected = select_runs(selection, CASES, once=name.__eq__)
+    assert [run.id for run in selected] == [run.id for run in made.planned]
+
+
 def test_a_plan_is_sorted_by_run_id_and_draw_whatever_the_order_of_its_input() -> None:
     made = plan(CASES, [THEIRS, OURS], Tier.NIGHTLY, H200, draws=(3, 0, 3))
     keys = [(run.run_id, run.draw) for run in made.planned]

@@ -11,6 +11,7 @@ import pytest
 
 from loragate.core.gpus import ListedGpu, list_gpus
 from loragate.plugin import pinning
+from loragate.plugin.options import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 _GIB = 1 << 30
@@ -27,11 +28,10 @@ def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     monkeypatch.setattr(pinning, "list_gpus", lambda environ: (gpu,))
     monkeypatch.setattr(pinning, "usable_cores", lambda: 16)
     monkeypatch.setattr(pinning, "free_host_bytes", lambda: 100 * _GIB)
-    monkeypatch.setattr(pinning, "all_cases", lambda config: ())
     monkeypatch.setattr(pinning, "selection_of", lambda config: SimpleNamespace())
     monkeypatch.setattr(pinning, "replace", lambda selection, **changes: selection)
     runs = [SimpleNamespace(case=None)] * 100
-    monkeypatch.setattr(pinning, "select_runs", lambda selection, cases: runs)
+    monkeypatch.setattr(pinning, "selected_trials", lambda config, selection: runs)
     monkeypatch.setattr(pinning, "footprint_bytes", lambda case: 118 * _GIB)
 
     return lambda path: pinning.pytest_xdist_auto_num_workers(_config(path))
@@ -68,3 +68,25 @@ def test_where_the_interpreter_runs_the_kernels_each_core_has_a_worker(
     specs = [SimpleNamespace(env={}) for _ in range(16)]
     pinning.pytest_xdist_setupnodes(_config("tests/kernels"), specs)
     assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in specs)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_worker_that_loses_its_device_first_takes_no_other_process_of_the_gpu_with_it(
+    number: int, monkeypatch: pytest.MonkeyPatch, count_workers: Callable[..., int | None]
+) -> None:
+    monkeypatch.setattr(pinning, "num_first", lambda runs, config, workers: number)
+    specs = [SimpleNamespace(env={}) for _ in range(4)]
+    config = _config("cases")
+    pinning.pytest_xdist_setupnodes(config, specs)
+    apart = [spec for spec in specs if "CUDA_MPS_PIPE_DIRECTORY" in spec.env]
+    # the first of what is dealt begins on the last worker
+    assert apart == specs[4 - number :]
+    settings = SimpleNamespace(run="a run")
+    config.stash[SETTINGS] = settings
+    for spec in specs:
+        gateway, manager = SimpleNamespace(spec=spec), SimpleNamespace(specs=specs)
+        node = SimpleNamespace(config=config, workerinput={}, gateway=gateway, nodemanager=manager)
+        pinning.pytest_configure_node(node)
+    # whoever replaces it begins with another case
+    assert not any("CUDA_MPS_PIPE_DIRECTORY" in spec.env for spec in specs)
+    assert all(spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-one" for spec in specs)

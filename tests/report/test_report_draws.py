@@ -100,6 +100,19 @@ def test_a_case_that_a_draw_did_not_judge_is_shown_with_its_replay(
     assert [case.replay for draw in summary.draws for case in draw.troubles] == ["again"]
 
 
+def test_a_case_that_is_run_once_is_expected_in_the_first_draw_alone(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    ends = [finished("mine.a", draw=3), finished("mine.a", draw=4)]
+    started = plan("mine.a", "mine.b", draws=(3, 4), once=("mine.b",))
+    summary = _judge(started, *ends, finished("mine.b", draw=3), *closing)
+    assert summary.reasons == ()
+    assert [[count.expected for count in draw.counts] for draw in summary.draws] == [[2], [1]]
+    summary = _judge(started, *ends, *closing)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert "mine/dense_delta: fewer executed than expected, in draw 3" in summary.reasons
+
+
 def test_each_repeat_of_a_draw_is_expected(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:

@@ -6,9 +6,11 @@ initialises CUDA or imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pynvml
@@ -26,6 +28,11 @@ HOST_BUDGET_BYTES = 3 * _GIB // 2
 # each than two. With this many on an H200 two of a hundred premerge cases need more than the part
 # of a worker
 MAX_WORKERS_PER_GPU = 14
+
+
+# for a process that is going to lose its device: clients of NVIDIA's Multi-Process Service lose it
+# together. Where there is no daemon a process uses the GPU by itself
+WITHOUT_MPS: Mapping[str, str] = MappingProxyType({"CUDA_MPS_PIPE_DIRECTORY": os.devnull})
 
 
 class DriverError(Exception):

@@ -79,10 +79,11 @@ class Sharding:
 class RunStarted:
     """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish.
 
-    Every expected run id has to run `repeats` times with each of `draws`; `draws` is empty if the
-    plan does not say which. `patterns` have selected some of the cases, all of which are of the
-    files `matrix`, if there are any. `shard` is None for a run that is no part of another one.
-    `judged` is a digest of how the cases of the whole plan are judged, "" if the plan does not say.
+    Every expected run id has to run `repeats` times with each of `draws`, but for those of `once`,
+    of which the first trial is all; `draws` is empty if the plan does not say which. `patterns`
+    have selected some of the cases, all of which are of the files `matrix`, if there are any.
+    `shard` is None for a run that is no part of another one. `judged` is a digest of how the cases
+    of the whole plan are judged, "" if the plan does not say.
     """
 
     run: str
@@ -95,6 +96,7 @@ class RunStarted:
     draws: tuple[int, ...] = ()
     repeats: int = 1
     patterns: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
     matrix: tuple[str, ...] = ()
     commit: str = ""
     tree: Tree = Tree.UNKNOWN

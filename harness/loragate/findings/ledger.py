@@ -88,6 +88,13 @@ class Finding:
         return SpecifierSet(self.versions, prereleases=True).contains(parsed)
 
 
+def any_loses_device(findings: Iterable[Finding], run_id: str) -> bool:
+    """Whether one of them lists that the device no longer answers after a case. Such a case is run
+    with one draw, alone: the worker ends with it, and the listed loss hides what else would show.
+    """
+    return any(finding.loses_device(run_id) for finding in findings)
+
+
 class Seen(StrEnum):
     REPRODUCED = "reproduced"
     ABSENT = "absent"

@@ -9,6 +9,7 @@ others. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import TypeAlias
 
 from loragate.core.child_process import python_module, signal_name
 from loragate.core.errors import CommandError
+from loragate.core.gpus import WITHOUT_MPS
 from loragate.core.verdict import ExitCode
 from loragate.findings.ledger import Observation, Seen
 
@@ -104,7 +106,11 @@ def _run_process(
         with log.open("wb") as output:
             # in the group of this process, so that it ends with it
             child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | WITHOUT_MPS,
             )
             try:
                 _let_begin(child, may_begin, stopped)

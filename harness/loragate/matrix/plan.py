@@ -9,7 +9,7 @@ Every selected case of every subject is either planned or skipped, never silentl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loragate.core.machine import Machine
@@ -46,12 +46,14 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`planned` is sorted by run id, draw and repeat; `skipped` is sorted by run id."""
+    """`planned` is sorted by run id, draw and repeat; `skipped` is sorted by run id. `once` are the
+    cases of `planned` that are run with the first of the draws alone."""
 
     tier: Tier
     machine: Machine
     planned: tuple[CaseRun, ...]
     skipped: tuple[Skipped, ...]
+    once: frozenset[str] = frozenset()
 
     @property
     def run_ids(self) -> frozenset[str]:
@@ -73,6 +75,7 @@ class Plan:
             self,
             planned=tuple(run for run in self.planned if run.run_id in run_ids),
             skipped=tuple(skip for skip in self.skipped if skip.run_id in run_ids),
+            once=self.once.intersection(run_ids),
         )
 
     @property
@@ -93,10 +96,12 @@ def plan(
     draws: Sequence[int] = (0,),
     repeats: int = 1,
     patterns: Sequence[str] = (),
+    once: Callable[[str], bool] = lambda run_id: False,
 ) -> Plan:
     """Plan `repeats` runs of each of `draws` of the cases of a tier, for every subject.
 
     `patterns` select run ids, see `loragate.matrix.patterns`; a case is selected by any of them.
+    `once` says of a run id that it is run with the first of the draws alone.
     Raises SelectionError if one of them selects nothing, or for too many runs.
     """
     named = {run_id(s.name, case): (s, case) for s in _by_name(subjects) for case in cases}
@@ -112,10 +117,16 @@ def plan(
             continue
         planned += [
             CaseRun(subject.name, case, draw, repeat)
-            for draw in sorted(set(draws))
-            for repeat in range(repeats)
+            for draw, repeat in trials(draws, repeats, once=once(name))
         ]
-    return Plan(tier, machine, tuple(planned), tuple(skipped))
+    of_one = frozenset(run.run_id for run in planned if once(run.run_id))
+    return Plan(tier, machine, tuple(planned), tuple(skipped), of_one)
+
+
+def trials(draws: Iterable[int], repeats: int, *, once: bool) -> list[tuple[int, int]]:
+    """Draw and repeat of all trials of a case, or of the first one alone."""
+    all_trials = [(draw, repeat) for draw in sorted(set(draws)) for repeat in range(repeats)]
+    return all_trials[:1] if once else all_trials
 
 
 def select_names(named: Mapping[str, Case], tier: Tier, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ workers that collect different tests cannot share them (pytest-xdist #432). Pure
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from loragate.matrix.case import Case, Tier
 from loragate.matrix.case_run import CaseRun, find_run, split_draw
 from loragate.matrix.ids import run_id
 from loragate.matrix.patterns import WILDCARDS, SelectionError, selected_ids
-from loragate.matrix.plan import check_number, select_names
+from loragate.matrix.plan import check_number, select_names, trials
 from loragate.matrix.shards import Shard
 
 _SHOWN = 5
@@ -34,10 +34,15 @@ class Selection:
     shard: Shard | None = None
 
 
-def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
+def select_runs(
+    selection: Selection,
+    cases: Iterable[Case],
+    *,
+    once: Callable[[str], bool] = lambda run_id: False,
+) -> tuple[CaseRun, ...]:
     """Sorted by run id, draw and repeat. Runs that this machine cannot do are included: each of
-    them is skipped with a reason. Raises SelectionError if a pattern or the shard selects nothing,
-    or for too many runs.
+    them is skipped with a reason. `once` says of a run id that it is run with the first draw alone.
+    Raises SelectionError if a pattern or the shard selects nothing, or for too many runs.
     """
     cases = tuple(cases)
     named = {
@@ -51,8 +56,7 @@ def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, .
         CaseRun(*named[name], draw, repeat, selection.matrix)
         for name in selected
         if name in wanted
-        for draw in sorted(selection.draws)
-        for repeat in range(selection.repeats)
+        for draw, repeat in trials(selection.draws, selection.repeats, once=once(name))
     )
 
 

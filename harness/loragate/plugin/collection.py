@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from loragate.findings.ledger import Finding
+from loragate.findings.ledger import Finding, any_loses_device
 from loragate.findings.load import own_findings
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
-from loragate.matrix.selection import select_runs
+from loragate.matrix.selection import Selection, select_runs
 from loragate.plugin.options import recorded_durations, selection_of
-from loragate.plugin.running_order import may_begin, running_order, workers_of
+from loragate.plugin.running_order import Workers, may_begin, running_order, workers_of
 from loragate.run.folder import check_durations, check_run
 from loragate.subjects.registry import check_subject_name
 
@@ -120,29 +120,35 @@ def stands_for_no_case(nodeid: str) -> bool:
 def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
     """Selected runs by id, in running order. Raises ValueError for a mistake of the user."""
     if _RUNS not in config.stash:
-        selected = select_runs(selection_of(config), all_cases(config))
+        selected = selected_trials(config, selection_of(config))
         ordered = running_order(
             selected,
             durations=recorded_durations(config).cases,
             workers=workers_of(config),
-            alone=partial(loses_device, config),
+            alone=lambda run: loses_device(config, run.run_id),
         )
         config.stash[_RUNS] = {run.id: run for run in ordered}
     return config.stash[_RUNS]
 
 
-def loses_device(config: pytest.Config, run: CaseRun) -> bool:
+def selected_trials(config: pytest.Config, selection: Selection) -> tuple[CaseRun, ...]:
+    """Sorted. Raises ValueError for a mistake of the user."""
+    return select_runs(selection, all_cases(config), once=partial(loses_device, config))
+
+
+def loses_device(config: pytest.Config, run_id: str) -> bool:
     """Whether a finding lists that the device no longer answers after a case, of whatever version:
     all workers must see the same."""
     if _FINDINGS not in config.stash:
         config.stash[_FINDINGS] = own_findings()
-    return any(finding.loses_device(run.run_id) for finding in config.stash[_FINDINGS])
+    findings = config.stash[_FINDINGS]
+    return any_loses_device(findings, run_id)
 
 
-def num_first(runs: Iterable[CaseRun], config: pytest.Config) -> int:
+def num_first(runs: Iterable[CaseRun], config: pytest.Config, workers: Workers) -> int:
     """How many of the runs of a session begin it, with a device for themselves."""
-    listed = [run for run in runs if loses_device(config, run)]
-    return len(listed) if may_begin(listed, workers_of(config)) else 0
+    listed = [run for run in runs if loses_device(config, run.run_id)]
+    return len(listed) if may_begin(listed, workers) else 0
 
 
 def all_cases(config: pytest.Config) -> tuple[Case, ...]:

@@ -16,6 +16,7 @@ from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of, loses_device, num_first
 from loragate.plugin.options import SETTINGS, Role
+from loragate.plugin.running_order import workers_of
 from loragate.plugin.turns import DeviceTurns
 
 # how many workers share the worker's GPU, the bytes that were free on it before the first of them
@@ -55,7 +56,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         runs = [run for run in map(case_run_of, session.items) if run is not None]
         # ordinary tests come between the pieces that the order was made for
         is_in_order = len(runs) == len(session.items)
-        turns.wait_first_for(num_first(runs, session.config) if is_in_order else 0)
+        first = num_first(runs, session.config, workers_of(session.config))
+        turns.wait_first_for(first if is_in_order else 0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -64,7 +66,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if run is None or memory is None:
         return (yield)
     turns = item.config.stash[TURNS]
-    is_listed = loses_device(item.config, run)
+    is_listed = loses_device(item.config, run.run_id)
     turn = turns.loses_device() if is_listed else turns.shares_device()
     # the turn first: a case that waits for the device alone keeps no memory from others
     with turn, memory.reserve(footprint_bytes(run.case)):

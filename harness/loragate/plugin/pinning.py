@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from loragate.core.gpus import (
+    WITHOUT_MPS,
     DriverError,
     ListedGpu,
     free_bytes_of,
@@ -27,11 +28,10 @@ from loragate.core.host import free_host_bytes, usable_cores
 from loragate.core.machine import interpreter_is_on
 from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
-from loragate.matrix.selection import select_runs
-from loragate.plugin.collection import all_cases, asks_for_cases_alone
+from loragate.plugin.collection import asks_for_cases_alone, num_first, selected_trials
 from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
-from loragate.plugin.running_order import WORKER_INPUT_GPUS
+from loragate.plugin.running_order import WORKER_INPUT_GPUS, Workers, begin_alone
 
 _LARGEST = pytest.StashKey[int]()
 _LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()
@@ -71,15 +71,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     threads = max(1, usable_cores() // len(specs))
     handles = _gpus_of_workers(config)
+    losing = begin_alone(_num_first(config, len(specs)), len(specs)) if handles else ()
     for position, spec in enumerate(specs):
         if "OMP_NUM_THREADS" not in os.environ:
             spec.env.setdefault("OMP_NUM_THREADS", str(threads))
         if handles:
             spec.env["CUDA_VISIBLE_DEVICES"] = handles[position % len(handles)]
+        if position in losing:
+            spec.env |= WITHOUT_MPS
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
+    # the worker has it by now, and a replacement begins with another case
+    for name in WITHOUT_MPS:
+        node.gateway.spec.env.pop(name, None)
     node.workerinput[WORKER_INPUT_RUN] = node.config.stash[SETTINGS].run
     handles = _gpus_of_workers(node.config)
     node.workerinput[WORKER_INPUT_GPUS] = max(1, len(handles))
@@ -111,10 +117,19 @@ def _listed_gpus(config: pytest.Config) -> tuple[ListedGpu, ...]:
     return config.stash[_LISTED]
 
 
+def _num_first(config: pytest.Config, workers: int) -> int:
+    """How many workers begin with a case that is listed to lose the device."""
+    try:
+        runs = selected_trials(config, selection_of(config))
+    except ValueError:
+        return 0
+    return num_first(runs, config, Workers(workers, 1))
+
+
 def _selected(config: pytest.Config) -> int:
     """How many runs are selected; 0 if the case files cannot be read."""
     try:
-        return len(select_runs(selection_of(config), all_cases(config)))
+        return len(selected_trials(config, selection_of(config)))
     except ValueError:
         return 0
 
@@ -126,7 +141,7 @@ def _largest_case(config: pytest.Config) -> int:
         # other draws have other data of the same size
         selection = replace(selection_of(config), draws=(0,), repeats=1)
         try:
-            runs = select_runs(selection, all_cases(config))
+            runs = selected_trials(config, selection)
         except ValueError:
             return 0
         config.stash[_LARGEST] = max((footprint_bytes(run.case) for run in runs), default=0)

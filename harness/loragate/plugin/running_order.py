@@ -13,8 +13,8 @@ its draws have nothing in common, so they are dealt one by one: with 20 draws of
 were idle for 5 of 25 minutes, but for the later draws of the engines of a few workers.
 
 A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It
-costs the worker, which is replaced while the others are at work. Where workers are too
-few, or a case has several draws, they are last: each begins when no other worker has a case.
+costs the worker, which is replaced while the others are at work. Where workers are too few, they
+are last: each begins when no other worker has a case.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ def may_begin(alone: Sequence[CaseRun], workers: Workers) -> bool:
     return len({run.run_id for run in alone}) == len(alone) < workers.count
 
 
+def begin_alone(number: int, workers: int) -> range:
+    """The workers whose first cases are the `number` of those that run alone and may begin."""
+    return range(workers - number, workers)
+
+
 def running_order(
     runs: Sequence[CaseRun],
     *,
@@ -109,8 +114,8 @@ def spread_over_gpus(
     last: Sequence[Sequence[_Item]] = (),
 ) -> list[_Item]:
     """The items of groups that stay together, as a list whose pieces, one a worker, give each GPU
-    every n-th group. Each piece begins with its share of `dealt`, and the last one ends with
-    `last`."""
+    every n-th group. Each piece begins with its share of `dealt`, of which the last worker has the
+    first, and the last piece ends with `last`."""
     of_gpu = [deque(_flat(longest_first[gpu :: workers.gpus])) for gpu in range(workers.gpus)]
     ending = _flat(last)
     most, ordered = sum(map(len, of_gpu)) + len(_flat(dealt)), list[_Item]()

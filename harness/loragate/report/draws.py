@@ -5,11 +5,11 @@ is judged as if it were the whole run. Pure; imports no torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from loragate.core.verdict import Verdict, worst
-from loragate.events.model import CaseFinished, CaseStarted, Event, RunStarted
+from loragate.events.model import CaseFinished, CaseStarted, Event, Expected, RunStarted
 from loragate.report.counts import Count, count_results
 from loragate.report.outcomes import CaseOutcome, case_outcomes
 
@@ -72,10 +72,17 @@ def in_draws(numbers: Iterable[int]) -> str:
     return f", in {'draw' if len(names) == 1 else 'draws'} {', '.join(names[:_NAMED])}{more}"
 
 
+def _without(names: Collection[str], row: Expected) -> Expected:
+    left = tuple(name for name in row.run_ids if name not in names)
+    return replace(row, run_ids=left, count=row.count - len(row.run_ids) + len(left))
+
+
 def _outcome(plan: RunStarted, draw: int, events: list[Event]) -> DrawOutcome:
     # results without run ids, such as those of the compiler, do not depend on the data
-    expected = tuple(row for row in plan.expected if row.run_ids)
-    alone = replace(plan, draws=(draw,), expected=expected)
+    expected = [row for row in plan.expected if row.run_ids]
+    if draw != min(plan.draws):
+        expected = [_without(plan.once, row) for row in expected]
+    alone = replace(plan, draws=(draw,), expected=tuple(row for row in expected if row.run_ids))
     cases = case_outcomes([alone, *events])
     counts = count_results(alone, cases, ())
     return DrawOutcome(draw=draw, repeats=plan.repeats, counts=counts, cases=cases)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TypeVar
 
 from loragate.core.verdict import Failure, Judgement, Verdict, worst
@@ -27,6 +26,7 @@ from loragate.events.model import (
 )
 from loragate.findings.ledger import Finding
 from loragate.matrix.case_run import trial_name
+from loragate.matrix.plan import trials
 from loragate.matrix.replay_command import replay_command
 from loragate.report.known import HARMLESS, excused, known_in, listed_findings, standing
 
@@ -104,7 +104,6 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
             starts[event.run_id].append(event)
     owners = _owners(events)
     plans = [event for event in events if isinstance(event, RunStarted)]
-    planned = frozenset(t for plan in plans for t in product(plan.draws, range(plan.repeats)))
     legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
     listed = listed_findings(events)
     outcomes = []
@@ -112,7 +111,8 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
         owner = owners.get(run_id, _UNPLANNED)
         leg = legs.get(owner.leg, Verdict.INFRA)
         case = _case(starts[run_id], ends[run_id], owner, leg, listed)
-        outcomes.append(_with_missing_trials(case, planned - _trials(starts[run_id], ends[run_id])))
+        missing = _planned(plans, run_id) - _trials(starts[run_id], ends[run_id])
+        outcomes.append(_with_missing_trials(case, missing))
     return tuple(outcomes)
 
 
@@ -160,6 +160,14 @@ def _case(
     bad = {end.trial for end in ends if standing(excused(end, listed)) is not Verdict.PASS}
     bad |= {start.trial for start in lost}
     return replace(shown, trials=len(_trials(starts, ends)), bad_trials=tuple(sorted(bad)))
+
+
+def _planned(plans: Iterable[RunStarted], run_id: str) -> frozenset[tuple[int, int]]:
+    return frozenset(
+        trial
+        for plan in plans
+        for trial in trials(plan.draws, plan.repeats, once=run_id in plan.once)
+    )
 
 
 def _trials(

@@ -74,6 +74,7 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
         draws=selection.draws,
         repeats=selection.repeats,
         patterns=selection.patterns,
+        once=tuple(sorted(made.once)),
         matrix=_named_files(selection.matrix),
         commit=commit,
         tree=tree,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from loragate.core.machine import detect_machine, select_interpreter
 from loragate.events.model import Expected, Skipped
+from loragate.findings.ledger import any_loses_device
+from loragate.findings.load import own_findings
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.plan import Candidate, Plan, plan
@@ -41,6 +43,7 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
         draws=selection.draws,
         repeats=selection.repeats,
         patterns=selection.patterns,
+        once=partial(any_loses_device, own_findings()),
     )
     return made, abilities
 
