@@ -241,7 +241,8 @@ def test_tables_name_every_row_engine_and_bar() -> None:
 
 def test_pages_show_the_engines_once_they_are_recorded() -> None:
     records = Records(Path(__file__).parents[2])
-    dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
+    dense, moe, gate = map(records.gpu, ("bench_dense", "bench_moe", "gate"))
+    seeds = records.seeds()
     engine = GOOD.payload() | {"versions": {"vllm": "0.26.0"}}
     lines = summary(dense, moe, gate, seeds, engine=engine).splitlines()
     (line,) = [line for line in lines if "whole engine" in line]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 
-from loragate.core.gpus import DriverError, ListedGpu, driver_version, list_gpus
+from loragate.core.gpus import (
+    WITHOUT_MPS,
+    DriverError,
+    ListedGpu,
+    driver_version,
+    list_gpus,
+    mps_runs,
+)
 
 
 class Nvml:
@@ -119,3 +127,11 @@ def test_the_version_of_the_driver_is_known_where_it_answers(install):
     nvml = install(Nvml([]))
     assert driver_version() == "580.95.05"
     assert nvml.open_sessions == 0
+
+
+def test_processes_share_gpus_where_the_daemon_has_its_pipe(tmp_path: Path) -> None:
+    here = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert not mps_runs(here)
+    (tmp_path / "control").touch()
+    assert mps_runs(here)
+    assert not mps_runs(here | WITHOUT_MPS)

@@ -184,10 +184,14 @@ def test_the_number_of_seeds_is_read_from_records_of_every_version(key: str) -> 
         "machine": {"name": "a laptop"},
         "counts": [count],
     }
-    seeds = {"duration_s": 125.0, key: 2, "seeds": [{"counts": {"torch/dense_delta": count}}] * 2}
-    assert gate_sentences(gate, seeds).endswith("With 2 seeds (2 min 05 s): 6 trials; no failures.")
-    said = gate_sentences(gate, seeds | {"shards": 3})
-    assert said.endswith("With 2 seeds (3 shards of up to 2 min 05 s): 6 trials; no failures.")
+    counts = [{"counts": {"torch/dense_delta": count}}] * 2
+    seeds = {"subjects": ["torch"], "duration_s": 125.0, key: 2, "seeds": counts}
+    first = "torch with 2 seeds (2 min 05 s): 6 trials; no failures."
+    assert gate_sentences(gate, [seeds]).endswith(first)
+    later = {"subjects": ["a", "b"], "shards": 3, "mps": True}
+    said = gate_sentences(gate, [seeds, seeds | later])
+    times = "3 shards of up to 2 min 05 s, MPS"
+    assert said.endswith(f"{first} a and b with 2 seeds ({times}): 6 trials; no failures.")
 
 
 def test_the_page_of_findings_is_written_whole(copied: Path) -> None:

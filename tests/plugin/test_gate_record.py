@@ -40,8 +40,15 @@ def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Pat
 
 
 def test_a_run_of_several_draws_or_repeats_does_not_replace_the_plain_run() -> None:
-    assert section_of(draws=1, repeats=1) == "gate"
-    assert section_of(draws=20, repeats=1) == section_of(draws=1, repeats=3) == "gate_seeds"
+    assert section_of(["torch"], draws=1, repeats=1) == "gate"
+    sections = {section_of(["torch"], draws=draws, repeats=1 + (draws == 1)) for draws in (1, 20)}
+    assert sections == {"gate_seeds_torch"}
+
+
+def test_subjects_that_ran_apart_have_records_of_their_own() -> None:
+    both = {section_of(names, draws=20, repeats=1) for names in (["b", "a"], ["a", "b"])}
+    assert both == {"gate_seeds_a_b"}
+    assert section_of(["a"], draws=20, repeats=1) not in both
 
 
 def test_a_file_that_cannot_be_added_to_is_refused_before_anything_runs(

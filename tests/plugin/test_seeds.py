@@ -12,6 +12,7 @@ from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.events.model import LegStarted
 
 CASES, SEEDS = 4, 8
+SECTION = "gate_seeds_misbehaving_subject:BadDraw"
 WRONG_CASE, WRONG_SEED = "tokens-23", 7
 CRASHING_CASE, CRASHING_SEED = "tokens-24", 2
 HARMED = {(WRONG_CASE, WRONG_SEED), (CRASHING_CASE, CRASHING_SEED)}
@@ -33,7 +34,7 @@ def scan(run_once, run_gate):
 
 @pytest.fixture(scope="module")
 def record(scan) -> dict[str, Any]:
-    section = json.loads((scan.report / "results.json").read_text())["sections"]["gate_seeds"]
+    section = json.loads((scan.report / "results.json").read_text())["sections"][SECTION]
     assert isinstance(section, dict)
     return section
 

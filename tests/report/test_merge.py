@@ -326,7 +326,7 @@ def merge(shards: Shards, tmp_path: Path) -> tuple[int, dict[str, Any] | None]:
     folders = [write(tmp_path / f"shard {i}", e, f"run {i}") for i, e in shards.items()]
     record = tmp_path / "results.json"
     code = main(["merge", *folders, f"--report={tmp_path / 'out'}", f"--record={record}"])
-    section = "gate_seeds" if len(draws_of(shards)) > 1 else "gate"
+    section = "gate_seeds_mine" if len(draws_of(shards)) > 1 else "gate"
     return code, read_section(record, section)
 
 

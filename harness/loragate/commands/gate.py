@@ -79,5 +79,5 @@ def _open_record(arguments: argparse.Namespace, selection: Selection) -> Recorde
         raise ValueError("--record takes every case; leave out --shard")
     if arguments.record and arguments.draw is not None:
         raise ValueError("--record takes draws from 0 on; leave out --draw")
-    section = section_of(draws=len(selection.draws), repeats=selection.repeats)
+    section = section_of(selection.subjects, draws=len(selection.draws), repeats=selection.repeats)
     return open_record(arguments, section)

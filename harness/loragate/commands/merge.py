@@ -79,7 +79,9 @@ def _open_record(path: Path | None, shards: Sequence[ShardReport]) -> Recorder |
         return None
     check_one_record(shards)
     plan = shards[0].plan
-    return Recorder.open(path, section_of(draws=len(plan.draws), repeats=plan.repeats))
+    return Recorder.open(
+        path, section_of(plan.subjects, draws=len(plan.draws), repeats=plan.repeats)
+    )
 
 
 def _record(recorder: Recorder, summary: Summary, shards: Sequence[ShardReport]) -> None:

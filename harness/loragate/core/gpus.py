@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,9 +31,11 @@ HOST_BUDGET_BYTES = 3 * _GIB // 2
 MAX_WORKERS_PER_GPU = 14
 
 
-# for a process that is going to lose its device: clients of NVIDIA's Multi-Process Service lose it
-# together. Where there is no daemon a process uses the GPU by itself
-WITHOUT_MPS: Mapping[str, str] = MappingProxyType({"CUDA_MPS_PIPE_DIRECTORY": os.devnull})
+# where NVIDIA's Multi-Process Service is reached
+_MPS_PIPES, _USUAL_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
+# for a process that is going to lose its device: clients of that service lose it together. Where
+# there is no daemon a process uses the GPU by itself
+WITHOUT_MPS: Mapping[str, str] = MappingProxyType({_MPS_PIPES: os.devnull})
 
 
 class DriverError(Exception):
@@ -52,6 +55,11 @@ class ListedGpu:
     index: str
     uuid: str
     free_bytes: int
+
+
+def mps_runs(environ: Mapping[str, str]) -> bool:
+    """Whether processes with these variables share GPUs by the Multi-Process Service."""
+    return Path(environ.get(_MPS_PIPES, _USUAL_PIPES), "control").exists()
 
 
 def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tuple[str, ...]:

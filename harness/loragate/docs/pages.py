@@ -31,7 +31,8 @@ from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
 from loragate.mutants import record as mutants
 from loragate.mutants.rates import render_rates
-from loragate.records.results import read_section, require_section, taken_from
+from loragate.records.results import read_section, require_section, sections_of, taken_from
+from loragate.report.record import SEEDS
 from loragate.scan import figures as scans
 
 CPU_RECORD = Path("ci/results/cpu.json")
@@ -58,6 +59,10 @@ class Records:
     def gpu(self, name: str) -> dict[str, Any]:
         """Raises ResultsError if it was never recorded."""
         return self._section(GPU_RECORD, name)
+
+    def seeds(self) -> list[dict[str, Any]]:
+        """Of the runs with several draws. Raises ResultsError."""
+        return sections_of(self.root / GPU_RECORD, SEEDS)
 
     def cpu_if_any(self, name: str) -> dict[str, Any] | None:
         return read_section(self.root / CPU_RECORD, name)
@@ -93,8 +98,8 @@ def _later(records: Records) -> dict[str, Section | None]:
 
 
 def _summary(records: Records) -> str:
-    dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
-    return summary(dense, moe, gate, seeds, **_later(records))
+    dense, moe, gate = map(records.gpu, ("bench_dense", "bench_moe", "gate"))
+    return summary(dense, moe, gate, records.seeds(), **_later(records))
 
 
 def _detection(records: Records) -> str:
@@ -144,7 +149,7 @@ def _bars(records: Records) -> str:
 
 
 def _gate(records: Records) -> str:
-    return gate_sentences(records.gpu("gate"), records.gpu("gate_seeds"))
+    return gate_sentences(records.gpu("gate"), records.seeds())
 
 
 def _drills(records: Records) -> str:

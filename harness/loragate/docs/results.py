@@ -30,7 +30,7 @@ def summary(
     dense: Section,
     moe: Section,
     gate: Section,
-    seeds: Section,
+    seeds: Sequence[Section],
     *,
     streams: Section | None = None,
     graphs: Section | None = None,
@@ -136,19 +136,26 @@ def _engine_line(run: EngineFigures, section: Section) -> str:
     )
 
 
-def gate_sentences(gate: Section, seeds: Section) -> str:
+def gate_sentences(gate: Section, seeds: Sequence[Section]) -> str:
     """How long the recorded gates took, and what failed in them."""
     counts = gate["counts"]
     cases = [count for count in counts if count["site"] != _COMPILE]
     kernels = [count for count in counts if count["site"] == _COMPILE]
-    drawn = [count for seed in seeds["seeds"] for count in seed["counts"].values()]
-    return (
+    plain = (
         f"The {gate['tier']} gate of {' and '.join(gate['subjects'])} took "
         f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
         f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} kernels of "
-        f"{_total(counts, 'expected')} expected; {_failures(counts)}. "
-        f"With {len(seeds['seeds'])} seeds ({_length(seeds)}): "
-        f"{_total(drawn, 'executed')} trials; {_failures(drawn)}."
+        f"{_total(counts, 'expected')} expected; {_failures(counts)}."
+    )
+    return " ".join([plain, *map(_seeds_sentence, seeds)])
+
+
+def _seeds_sentence(seeds: Section) -> str:
+    drawn = [count for seed in seeds["seeds"] for count in seed["counts"].values()]
+    shared = ", MPS" if seeds.get("mps") else ""
+    return (
+        f"{' and '.join(seeds['subjects'])} with {len(seeds['seeds'])} seeds "
+        f"({_length(seeds)}{shared}): {_total(drawn, 'executed')} trials; {_failures(drawn)}."
     )
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.execution.crowded import room_for_one_block
 from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
-from loragate.findings.vllm_moe_launch import Launch, Way
+from loragate.findings.vllm_moe_launch import BLOCK, Launch, Way
 from loragate.inputs.poison import marked_allocations
 from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _EXPERTS, _ROWS = 16, 32, 32, 2, 2, 4
 _MANY_EXPERTS = (512, 992, 1024)
+# with more than 64 the alignment takes two blocks for each slot
+_EXPERTS_OF_TWO_BLOCKS = 128
 
 
 def padding_uninitialised(ops: VllmMoEOps, device: str) -> Observation:
@@ -66,9 +69,27 @@ def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:
     return seen(changed == _ROWS, text)
 
 
+def adapter_lost_on_a_crowded_gpu(ops: VllmMoEOps, device: str) -> Observation:
+    launch, ids = _launch(ops, device, _EXPERTS_OF_TWO_BLOCKS), _ids(device)
+
+    def length() -> int:
+        *_, post_pad = launch.assign(ids, Way.ONE_SHOT)
+        return int(post_pad[0])
+
+    alone = length()
+    with room_for_one_block(torch.device(device, torch.cuda.current_device())):
+        crowded = length()
+    text = (
+        f"{_ROWS} pairs of slot 0, {_EXPERTS_OF_TWO_BLOCKS} experts: padded length {alone}, and "
+        f"{crowded} where the GPU has room for one block at a time"
+    )
+    return seen((alone, crowded) == (BLOCK, 0), text)
+
+
 MOE_GPU_PROBES: dict[str, Probe] = {
     "moe-padding-uninitialised": moe_probe(padding_uninitialised, Needs.CUDA),
     "moe-many-experts-refused": moe_probe(many_experts_refused, Needs.CUDA),
+    "moe-adapter-lost-on-a-crowded-gpu": moe_probe(adapter_lost_on_a_crowded_gpu, Needs.CUDA),
     "moe-graph-replays-stale-adapters": moe_probe(graph_replays_stale_adapters, Needs.CUDA),
 }
 

@@ -47,6 +47,12 @@ def require_section(path: Path, name: str) -> dict[str, Any]:
     return section
 
 
+def sections_of(path: Path, beginning: str) -> list[dict[str, Any]]:
+    """The recorded sections whose names begin so, by their names. Raises ResultsError."""
+    found = _read(path)["sections"]
+    return [found[name] for name in sorted(found) if name.startswith(beginning)]
+
+
 @contextmanager
 def taken_from(where: str) -> Iterator[None]:
     """Within, figures are taken from a record, which may be damaged. Raises ResultsError."""

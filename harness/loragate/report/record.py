@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,14 @@ from loragate.report.counts import Count
 from loragate.report.draws import DrawOutcome
 from loragate.report.summary import Summary
 
+# what sections of runs with several draws begin with
+SEEDS = "gate_seeds"
 
-def section_of(*, draws: int, repeats: int) -> str:
-    """A run of several draws or repeats does not replace the record of the plain run."""
-    return "gate" if draws * repeats == 1 else "gate_seeds"
+
+def section_of(subjects: Collection[str], *, draws: int, repeats: int) -> str:
+    """A run of several draws or repeats does not replace the record of the plain run. It takes
+    long, and so other subjects may have one of their own."""
+    return "gate" if draws * repeats == 1 else "_".join([SEEDS, *sorted(subjects)])
 
 
 def origin(plan: RunStarted) -> dict[str, Any]:
@@ -46,6 +51,7 @@ def outcome(summary: Summary) -> dict[str, Any]:
         "subjects": list(plan.subjects) if plan else [],
         "draws": len(plan.draws) if plan else 0,
         "repeats": plan.repeats if plan else 0,
+        "mps": bool(plan and plan.machine.get("mps")),
         "verdict": summary.verdict.value,
         "exit_code": summary.exit_code.value,
         "reasons": list(summary.reasons),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.core.checkout import commit_and_tree, data_root, project_root
-from loragate.core.gpus import driver_version
+from loragate.core.gpus import driver_version, mps_runs
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
 from loragate.events.model import (
@@ -136,4 +137,5 @@ def _device(machine: Machine) -> Mapping[str, str]:
         "device_memory_bytes": str(machine.memory_bytes),
         "num_sms": str(machine.num_sms),
         "driver": driver_version() or "",
+        "mps": "on" if machine.device == "cuda" and mps_runs(os.environ) else "",
     }
