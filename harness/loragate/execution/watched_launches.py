@@ -4,7 +4,7 @@ another one writes (`program_threads.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from loragate.execution.interpreter_calls import (
     patches,
 )
 from loragate.execution.program_threads import ProgramThreads
+from loragate.execution.streams.arguments import tensors_of
 
 
 def watched_launches(addresses: Collection[tuple[str, str]] = ()) -> _WatchedLaunches:
@@ -83,6 +84,14 @@ class _WatchedLaunches:
         from triton.runtime.errors import InterpreterError
 
         def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+            if _on_host(executor.arg_names, args, kwargs):
+                return watched(executor, *args, **kwargs)
+            # the interpreter works on copies, which are at other addresses
+            copies, options = executor._init_args_hst(args, kwargs)
+            watched(executor, *copies, **options)
+            executor._restore_args_dev(args, copies, kwargs, options)
+
+        def watched(executor: Any, *args: Any, **kwargs: Any) -> None:
             kernel = executor.fn.__name__
             whole = {name for of, name in self._addresses if of == kernel}
             bounds = LaunchBounds(kernel, executor.arg_names, args, kwargs, whole)
@@ -122,3 +131,7 @@ class _WatchedLaunches:
         except KernelFault as error:
             self._first = self._first or error
             raise
+
+
+def _on_host(names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    return all(tensor.device.type == "cpu" for _, tensor in tensors_of(names, args, options))
