@@ -10,33 +10,43 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from loragate.execution.graph_nodes import checked
+
 # of a block, the most that there are: two such blocks fill a multiprocessor of 2048 threads
 _THREADS = 1024
+_WARPS = _THREADS // 32
 # until the device is free again whatever becomes of the host; other processes may have it in turns
 _LIMIT_S = 2.0
+_ALL = 100
 
 
 @contextmanager
 def room_for_one_block(device: torch.device) -> Iterator[None]:
     """Within, kernels of other streams have room for one block of up to 1024 threads. Waits for
-    what the current stream has been given. Raises TimeoutError if others keep the device."""
+    what the current stream has been given. A kernel that does not fit at all waits for two seconds.
+    Raises TimeoutError if others keep the device."""
     found = torch.cuda.get_device_properties(device)
     per_processor = found.max_threads_per_multi_processor // _THREADS
     blocks = found.multi_processor_count * per_processor - 1
     resident = torch.zeros(blocks, dtype=torch.int32).pin_memory()
-    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    released = torch.ones(1, dtype=torch.int32).pin_memory()
+    limit_ns = int(_LIMIT_S * 1e9)
+    # one that ends at once: what is loaded later would wait for all that runs
+    _divide_memory(hold_kernel[(1,)](resident, released, limit_ns, num_warps=_WARPS))
     torch.cuda.synchronize(device)
+    resident.zero_()
+    released.zero_()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        hold_kernel[(blocks,)](
-            resident, released, int(_LIMIT_S * 1e9), num_warps=_THREADS // 32, num_ctas=1
-        )
+        hold_kernel[(blocks,)](resident, released, limit_ns, num_warps=_WARPS)
     try:
         _wait_for(resident)
         yield
@@ -44,6 +54,14 @@ def room_for_one_block(device: torch.device) -> Iterator[None]:
     finally:
         released.fill_(1)
         stream.synchronize()
+
+
+def _divide_memory(kernel: Any) -> None:
+    """Have multiprocessors give all memory that they divide to blocks, and none to their cache. One
+    that is in use keeps its division, and takes no block for which that leaves too little."""
+    driver = import_module("cuda.bindings.driver")
+    share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    checked(driver.cuFuncSetAttribute(driver.CUfunction(kernel.function), share, _ALL))
 
 
 def _wait_for(resident: torch.Tensor) -> None:

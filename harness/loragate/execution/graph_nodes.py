@@ -74,8 +74,8 @@ def read_graph(raw: int, runtime: Any = None, driver: Any = None) -> DeviceGraph
     """
     runtime = runtime or import_module("cuda.bindings.runtime")
     driver = driver or import_module("cuda.bindings.driver")
-    (_, count) = _checked(runtime.cudaGraphGetNodes(raw, 0))
-    nodes = list(_checked(runtime.cudaGraphGetNodes(raw, count))[0])[:count] if count else []
+    (_, count) = checked(runtime.cudaGraphGetNodes(raw, 0))
+    nodes = list(checked(runtime.cudaGraphGetNodes(raw, count))[0])[:count] if count else []
     places = {int(node): place for place, node in enumerate(nodes)}
     order = _order(len(nodes), edges := list(_edges(runtime, raw, places)))
     moved = {old: new for new, old in enumerate(order)}
@@ -86,10 +86,10 @@ def read_graph(raw: int, runtime: Any = None, driver: Any = None) -> DeviceGraph
 
 
 def _edges(runtime: Any, raw: int, places: dict[int, int]) -> Iterator[Edge]:
-    *_, count = _checked(runtime.cudaGraphGetEdges(raw, 0))
+    *_, count = checked(runtime.cudaGraphGetEdges(raw, 0))
     if not count:
         return
-    before, after, data, count = _checked(runtime.cudaGraphGetEdges(raw, count))
+    before, after, data, count = checked(runtime.cudaGraphGetEdges(raw, count))
     for number in range(count):
         loose = int(data[number].type) == _PROGRAMMATIC
         kind = EdgeKind.PROGRAMMATIC if loose else EdgeKind.FULL
@@ -110,17 +110,17 @@ def _order(count: int, edges: list[Edge]) -> list[int]:
 
 
 def _node(runtime: Any, driver: Any, node: Any) -> DeviceNode:
-    (kind,) = _checked(runtime.cudaGraphNodeGetType(node))
+    (kind,) = checked(runtime.cudaGraphNodeGetType(node))
     name = str(kind.name).removeprefix("cudaGraphNodeType")
     found = _KINDS.get(name, NodeKind.OTHER)
     if found is NodeKind.KERNEL:
         return _kernel(driver, node)
     if found is NodeKind.MEMSET:
-        (fill,) = _checked(runtime.cudaGraphMemsetNodeGetParams(node))
+        (fill,) = checked(runtime.cudaGraphMemsetNodeGetParams(node))
         size = (int(fill.height) - 1) * int(fill.pitch) + int(fill.width) * int(fill.elementSize)
         return DeviceNode(found, "memset", words=(Word(0, int(fill.dst), True, size),))
     if found is NodeKind.MEMCPY:
-        (copy,) = _checked(runtime.cudaGraphMemcpyNodeGetParams(node))
+        (copy,) = checked(runtime.cudaGraphMemcpyNodeGetParams(node))
         target = Word(0, int(copy.dstPtr.ptr), True, _copied(copy.extent, copy.dstPtr))
         source = Word(1, int(copy.srcPtr.ptr), False, _copied(copy.extent, copy.srcPtr))
         return DeviceNode(found, "memcpy", words=(target, source))
@@ -134,7 +134,7 @@ def _copied(extent: Any, side: Any) -> int:
 
 
 def _kernel(driver: Any, node: Any) -> DeviceNode:
-    (params,) = _checked(driver.cuGraphKernelNodeGetParams(node))
+    (params,) = checked(driver.cuGraphKernelNodeGetParams(node))
     # a kernel that a library has loaded by itself has no function
     if int(params.func):
         get_name, get_size, handle = driver.cuFuncGetName, driver.cuFuncGetParamInfo, params.func
@@ -144,7 +144,7 @@ def _kernel(driver: Any, node: Any) -> DeviceNode:
             driver.cuKernelGetParamInfo,
             params.kern,
         )
-    (name,) = _checked(get_name(handle))
+    (name,) = checked(get_name(handle))
     grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
     words = tuple(_words(int(params.kernelParams), get_size, handle))
     return DeviceNode(NodeKind.KERNEL, _text(name), grid, words)
@@ -169,7 +169,7 @@ def _text(name: object) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a call returns behind its status."""
     status, *values = answer
     if int(status):
