@@ -26,6 +26,8 @@ import triton.language as tl  # noqa: E402
 from lorakernels.runtime import interpreter  # noqa: E402
 from lorakernels.runtime.interpreter_work import _leave_out_overflow  # noqa: E402
 
+from ..far_memory import copied_memory, far  # noqa: E402, F401
+
 pytestmark = pytest.mark.skipif(
     not interpreter.is_on(), reason="this process runs compiled kernels"
 )
@@ -113,6 +115,13 @@ def test_tensors_in_a_tuple_are_written_where_they_are() -> None:
     x, y = torch.zeros(N), torch.ones(N)
     _add_one_to_each[(1,)]((x, y), N)
     assert (x.tolist(), y.tolist()) == ([1] * N, [2] * N)
+
+
+@pytest.mark.usefixtures("copied_memory")
+def test_tensors_that_are_not_on_the_host_are_copied_there_and_back() -> None:
+    x = torch.zeros(N)
+    _add_one[(1,)](far(x), N)
+    assert x.tolist() == [1] * N
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes memory of a GPU to the host")

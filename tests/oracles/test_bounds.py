@@ -4,10 +4,9 @@ no result depends on what it reads there."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ select_interpreter()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict  # noqa: E402
-from loragate.execution import watched_launches as watched_launches_module  # noqa: E402
 from loragate.execution.bounds import FalseClaim, OutOfBounds  # noqa: E402
 from loragate.execution.watched_launches import watched_launches  # noqa: E402
 from loragate.matrix.case import Dtype  # noqa: E402
@@ -31,6 +28,8 @@ from loragate.oracles import ORACLES  # noqa: E402
 from loragate.protocol import Trial  # noqa: E402
 from loragate.run.trial import judge_with  # noqa: E402
 from loragate.subjects.torch.subject import DenseDelta  # noqa: E402
+
+from ..far_memory import copied_memory, far  # noqa: E402, F401
 
 
 @triton.jit
@@ -222,39 +221,15 @@ def test_no_size_excuses_an_access_far_ahead_of_all_tensors() -> None:
         look_up_kernel[(1,)](places, source, target)
 
 
-def test_tensors_of_a_device_are_judged_where_the_interpreter_has_copied_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_host: list[int] = []
-
-    def copy_of(value: Any) -> Any:
-        if not isinstance(value, Tensor) or id(value) in on_host:
-            return value
-        copy = value.clone()
-        on_host.append(id(copy))
-        return copy
-
-    def copies(
-        executor: GridExecutor, args: Sequence[Any], options: Mapping[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        return [copy_of(value) for value in args], dict(options)
-
-    def give_back(
-        executor: GridExecutor, args: Sequence[Any], taken: Sequence[Any], *options: Any
-    ) -> None:
-        for tensor, copy in zip(args[:2], taken[:2], strict=True):
-            tensor.copy_(copy)
-
-    # as if they were not on the host
-    monkeypatch.setattr(watched_launches_module, "_on_host", lambda *arguments: False)
-    monkeypatch.setattr(GridExecutor, "_init_args_hst", copies)
-    monkeypatch.setattr(GridExecutor, "_restore_args_dev", give_back)
+@pytest.mark.usefixtures("copied_memory")
+def test_tensors_of_a_device_are_judged_where_the_interpreter_has_copied_them() -> None:
     source, target = room()
     with watched_launches():
-        copy_kernel[(1,)](source, target, 8, 8, BLOCK=16)
+        copy_kernel[(1,)](far(source), far(target), 8, 8, BLOCK=16)
     assert torch.equal(target, source)
+    source = torch.ones(8)
     with pytest.raises(OutOfBounds, match="1 element read outside"), watched_launches():
-        copy_kernel[(1,)](source, target, 9, 8, BLOCK=16)
+        copy_kernel[(1,)](far(source), far(target), 9, 8, BLOCK=16)
 
 
 def test_blocks_of_a_tensor_descriptor_are_judged_as_well() -> None:

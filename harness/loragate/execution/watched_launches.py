@@ -134,4 +134,4 @@ class _WatchedLaunches:
 
 
 def _on_host(names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    return all(tensor.device.type == "cpu" for _, tensor in tensors_of(names, args, options))
+    return all(tensor.is_cpu for _, tensor in tensors_of(names, args, options))
