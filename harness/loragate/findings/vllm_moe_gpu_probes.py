@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loragate.execution.crowded import room_for_one_block
 from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
@@ -70,6 +69,9 @@ def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:
 
 
 def adapter_lost_on_a_crowded_gpu(ops: VllmMoEOps, device: str) -> Observation:
+    # imports Triton, which machines without a GPU may lack
+    from loragate.execution.crowded import room_for_one_block
+
     launch, ids = _launch(ops, device, _EXPERTS_OF_TWO_BLOCKS), _ids(device)
 
     def length() -> int:
