@@ -18,9 +18,11 @@ from lorakernels.adapters.errors import AdapterError  # noqa: E402
 from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
 from lorakernels.common.digests import DTYPES  # noqa: E402
+from lorakernels.dense.weights import SlotWeights  # noqa: E402
 from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
+from lorakernels.layers.wrapped import WrappedLoRALinear  # noqa: E402
 from lorakernels.serving.tiny import tiny_model  # noqa: E402
 
 VOCABULARY, RANK = 12, 2
@@ -155,4 +157,38 @@ def test_a_rank_of_nothing_but_padding_as_large_as_the_weight_does_not_compare_i
         ),
         "lm_head": LoRALinear(weights["lm_head"], slices=[head], parallel=Parallel.COLUMN, **sizes),
     }
+    assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0
+
+
+def test_a_layer_that_knows_no_weight_compares_none(tmp_path: Path) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    features = weights["lm_head"].shape[1]
+    slots = SlotWeights(
+        num_slots=1,
+        slice_widths=[VOCABULARY],
+        in_features=features,
+        rank=RANK,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    head = WrappedLoRALinear(
+        nn.Linear(features, VOCABULARY),
+        slots,
+        slices=[Slice("lm_head", VOCABULARY)],
+        in_features=features,
+    )
+    layers = layers_of(weights) | {"lm_head": head}
+    assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0
+
+
+def test_a_layer_of_more_rows_than_were_saved_does_not_compare_them(tmp_path: Path) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    rows = torch.cat([weights["lm_head"] + 1, torch.zeros(4, weights["lm_head"].shape[1])])
+    slices = [Slice("lm_head", VOCABULARY), Slice("another_head", 4)]
+    head = LoRALinear(rows, slices=slices, num_slots=1, rank=RANK)
+    layers = layers_of(weights) | {"lm_head": head}
     assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0
