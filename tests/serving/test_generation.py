@@ -281,6 +281,19 @@ def test_a_config_that_asks_for_more_than_greedy_search_is_refused(
         Generation(decoder, config)
 
 
+def test_a_config_that_says_what_transformers_does_by_itself_is_taken() -> None:
+    decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+    config = GenerationConfig(max_new_tokens=2)
+    # as files of models spell them out
+    for name in ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"):
+        setattr(config, name, 1.0)
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"):
+        setattr(config, name, 0)
+    config.min_new_tokens, config.num_return_sequences = 0, 1
+    config.remove_invalid_values = config.token_healing = False
+    Generation(decoder, config)
+
+
 @pytest.mark.parametrize(("name", "neutral"), _NEUTRAL.items())
 def test_a_value_that_is_off_elsewhere_is_refused_where_it_asks_for_something(
     name: str, neutral: object
