@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.events.model import CaseFinished, KnownFinding
+from loragate.events.model import CaseFinished, KnownFinding, RunStarted
 from loragate.findings import load
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.pattern import CasePattern
 from loragate.matrix.case import Tier
+from loragate.matrix.load import load_cases
 from loragate.matrix.selection import Selection
+from loragate.plugin import collection
 from loragate.plugin.judging import _conclude
-from loragate.run import opening
+from loragate.run import opening, planning
 from loragate.run.opening import RunRequest, opening_events
 
 MATRIX = Path(__file__).parents[1] / "plugin" / "misbehaving" / "long_sleep.yaml"
@@ -61,6 +64,26 @@ def test_outside_of_the_checkout_no_finding_is_listed(
     assert known_of("vllm") == []
 
 
+def test_a_plan_and_a_session_run_a_case_that_loses_the_device_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pattern = CasePattern("torch.*", OracleName.REFERENCE, (Failure.CUDA_STICKY,))
+    listed = replace(ENTRY, subject="torch", case=pattern)
+    selection = Selection(matrix=(MATRIX,), subjects=("torch",), tier=Tier.SMOKE, draws=(3, 4))
+    config: Any = SimpleNamespace(stash=pytest.Stash(), option=None)
+    monkeypatch.setattr(collection, "all_cases", lambda config: load_cases((MATRIX,)))
+    for findings, draws in (((), [3, 4] * 2), ((listed,), [3] * 2)):
+        for module in (planning, collection):
+            monkeypatch.setattr(module, "own_findings", lambda found=findings: found)
+        config.stash = pytest.Stash()
+        made, _ = planning.plan_selection(selection)
+        sessions = collection.selected_trials(config, selection)
+        assert [run.draw for run in made.planned] == [run.draw for run in sessions] == draws
+        start = next(opening_events(request_of(selection)))
+        assert isinstance(start, RunStarted)
+        assert bool(start.once) == bool(findings)
+
+
 @pytest.mark.parametrize(
     ("judgements", "version", "outcome", "message"),
     [
@@ -91,5 +114,9 @@ def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
 
 def known_of(*subjects: str) -> list[KnownFinding]:
     selection = Selection(matrix=(MATRIX,), subjects=subjects, tier=Tier.SMOKE)
-    events = opening_events(RunRequest(run="r", selection=selection, leg="x", legs=("x",)))
+    events = opening_events(request_of(selection))
     return [event for event in events if isinstance(event, KnownFinding)]
+
+
+def request_of(selection: Selection) -> RunRequest:
+    return RunRequest(run="r", selection=selection, leg="x", legs=("x",))

@@ -6,7 +6,7 @@ import pytest
 
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
-from loragate.plugin.running_order import Workers, running_order, spread_over_gpus
+from loragate.plugin.running_order import Workers, begin_alone, running_order, spread_over_gpus
 
 ALONE = Workers(1, 1)
 
@@ -172,6 +172,9 @@ def test_what_runs_alone_begins_on_workers_of_its_own_if_others_are_left(
     tokens = sorted(run.case.tokens for run in begin if run is not engine)
     assert (set(tokens) >= {4, 9}) == are_first
     assert ([run.case.tokens for run in ordered[-2:]] == [9, 4]) != are_first
+    if are_first:
+        # whoever starts the workers knows them by their positions
+        assert {begin[position].case.tokens for position in begin_alone(2, workers)} == {4, 9}
 
 
 def test_draws_of_a_case_stay_neighbours() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -56,6 +57,25 @@ def check_writable(path: Path) -> None:
     # of some file systems only an attempt says that they take no files
     with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
         pass
+
+
+def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a new folder, and put that in the place of `folder`, which may not exist:
+    nobody finds half of it. The old one stays where that fails. OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as path:
+        # a folder that is made by tempfile cannot be read by others, who may run the engine
+        new, old = Path(path) / "new", Path(path) / "old"
+        new.mkdir()
+        write(new)
+        if folder.exists():
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
 
 
 def lock_of(path: Path) -> FileLock:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from loragate.core.files import lock_of
+from loragate.core.files import lock_of, replace_folder
 from loragate.core.json_text import parse_json
 from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
@@ -82,7 +81,7 @@ def checkpoint(root: Path, kind: str, adapters: int) -> tuple[Checkpoint, bool]:
         if _is_whole(folder, recipe):
             return made, False
         _refuse_foreign(folder)
-        _replace(made, recipe)
+        replace_folder(folder, lambda new: _write_with_manifest(replace(made, folder=new), recipe))
     return made, True
 
 
@@ -126,24 +125,11 @@ def _listed_files(folder: Path) -> Collection[str]:
     return files if isinstance(files, dict) else ()
 
 
-def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
-    folder = wanted.folder
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as path:
-        # a folder that is made by tempfile cannot be read by others, who may run the engine
-        new, old = Path(path) / "new", Path(path) / "old"
-        new.mkdir()
-        _write(Checkpoint(new, wanted.language, wanted.speakers))
-        files = digests(new, without=_MANIFEST)
-        manifest = json.dumps({"recipe": recipe, "files": files}, indent=2, sort_keys=True)
-        (new / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            new.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+def _write_with_manifest(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
+    _write(wanted)
+    files = digests(wanted.folder, without=_MANIFEST)
+    manifest = json.dumps({"recipe": recipe, "files": files}, indent=2, sort_keys=True)
+    (wanted.folder / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
 
 
 def _write(wanted: Checkpoint) -> None:

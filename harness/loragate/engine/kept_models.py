@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 from pathlib import Path
 
-from loragate.core.files import lock_of
+from loragate.core.files import lock_of, replace_folder
 from loragate.core.user_cache import user_cache
 from loragate.engine.folders import digests
 
@@ -29,18 +28,8 @@ def kept(folder: Path) -> Path:
         with lock_of(place):
             # one that somebody has changed would be another model
             if not place.exists() or digests(place) != files:
-                _replace(place, folder)
+                replace_folder(place, lambda new: shutil.copytree(folder, new, dirs_exist_ok=True))
     except OSError:
         # a home that is read-only or full
         return folder
     return place
-
-
-def _replace(place: Path, folder: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new.") as path:
-        new, old = Path(path) / "new", Path(path) / "old"
-        shutil.copytree(folder, new)
-        if place.exists():
-            place.rename(old)
-        new.rename(place)

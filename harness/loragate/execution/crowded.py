@@ -26,7 +26,7 @@ _WARPS = _THREADS // 32
 # until the device is free again whatever becomes of the host. Other processes have the device in
 # turns: beside twelve that keep it busy, what takes 0.1 s alone took up to 3 s
 _LIMIT_S = 10.0
-_ALL = 100
+_ALL_PERCENT = 100
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _divide_memory(kernel: Any) -> None:
     that is in use keeps its division, and takes no block for which that leaves too little."""
     driver = import_module("cuda.bindings.driver")
     share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    checked(driver.cuFuncSetAttribute(driver.CUfunction(kernel.function), share, _ALL))
+    checked(driver.cuFuncSetAttribute(driver.CUfunction(kernel.function), share, _ALL_PERCENT))
 
 
 def _wait_for(resident: torch.Tensor) -> None:
