@@ -53,7 +53,7 @@ def served(
     model: str = MOE,
     launched: Mapping[str, int] = NOTHING,
     captured: Mapping[str, int] = NOTHING,
-    vllms: tuple[int, int] = (0, 0),
+    vllms: tuple[int, ...] = (0, 0),
 ) -> ServedFigures:
     return ServedFigures(model, serving, 40.0, KernelCounts(launched, captured, *vllms))
 
@@ -210,6 +210,10 @@ def test_engines_that_were_served_by_the_kernels_of_their_name_have_no_problem()
         (served(VLLM, vllms=(0, 2)), "vllm: vLLM's kernels of adapters were launched 0 times"),
         (served(VLLM, vllms=(7, 0)), "vllm: vLLM's kernels of adapters were captured 0 times"),
         (served(BASE, vllms=(1, 0)), "base: vLLM's kernels of adapters were launched 1 times"),
+        (
+            served(OURS, launched=ALL, captured=ALL, vllms=(3, 1, 2)),
+            "vLLM's kernels of linear layers and experts ran or were captured 2 times",
+        ),
     ],
 )
 def test_an_engine_that_other_kernels_served_says_which(

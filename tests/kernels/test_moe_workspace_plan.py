@@ -36,3 +36,16 @@ def test_a_workspace_holds_the_shrink_output_of_every_smaller_batch(
     needed = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 2501)]
     for most in (1, 17, 300, 2500):
         assert largest_shrunk(replace(shape, num_pairs=most)) == max(needed[:most])
+
+
+@pytest.mark.parametrize(("experts", "in_features", "rank"), [(8, 768, 256), (8, 2048, 128)])
+def test_where_decode_ends_a_workspace_holds_the_partials_of_the_batches_around(
+    experts: int, in_features: int, rank: int
+) -> None:
+    end = SHAPE.tuning.moe.decode_pairs
+    shape = MoEShape(2 * end, experts, in_features, (768, 768), rank, 2)
+    needed = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 2 * end + 1)]
+    # the first batches behind decode need the most, which a search that steps over it would miss
+    assert max(needed) == max(needed[end : end + 2]) > needed[-1]
+    for most in range(1, 2 * end + 1):
+        assert largest_shrunk(replace(shape, num_pairs=most)) == max(needed[:most])

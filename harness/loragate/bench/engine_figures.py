@@ -26,12 +26,15 @@ _LEAST_DEVICE_SHARE = 0.75
 @dataclass(frozen=True, slots=True)
 class KernelCounts:
     """Calls of the plug-in's operators, by their names, that launched kernels for requests, or had
-    them captured into a graph before; launches of vLLM's own kernels of adapters, likewise."""
+    them captured into a graph before; launches of vLLM's own kernels of adapters, likewise.
+    vllms_of_layers: those of linear layers and experts among both."""
 
     launched: Mapping[str, int]
     captured: Mapping[str, int]
     vllms_launched: int
     vllms_captured: int
+    # records of before do not have it
+    vllms_of_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,11 @@ class ServedFigures:
                     f"{counts.launched.get(operator, 0)} calls launched kernels and "
                     f"{counts.captured.get(operator, 0)} were captured; it did not serve the engine"
                 )
+        if counts.vllms_of_layers:
+            yield (
+                f"{where}: vLLM's kernels of linear layers and experts ran or were captured "
+                f"{counts.vllms_of_layers} times; the plug-in did not serve all layers"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,9 @@ class TimedEngine:
             captured={name: count.captured for name, count in before.items()},
             vllms_launched=self._serving_requests.launched,
             vllms_captured=self._starting.captured,
+            vllms_of_layers=(
+                self._serving_requests.of_layers.launched + self._starting.of_layers.captured
+            ),
         )
 
     def replay_us(self, row: EngineRow) -> float:

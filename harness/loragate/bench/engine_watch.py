@@ -9,11 +9,16 @@ from unittest.mock import patch
 import torch
 
 from loragate.engine.launch_counts import LaunchCounts
-from loragate.subjects.vllm.engine_counts import is_of_adapters
+from loragate.subjects.vllm.engine_counts import is_of_adapters, multiplies_with_a
 
 
 class LaunchWatch(LaunchCounts):
-    """While it is entered: launches of vLLM's own kernels of adapters, and those of captures."""
+    """While it is entered: launches of vLLM's own kernels of adapters, and those of captures.
+    of_layers: those of linear layers and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_layers = LaunchCounts()
 
     def __enter__(self) -> LaunchWatch:
         _hooks().add(self._launched)
@@ -25,6 +30,8 @@ class LaunchWatch(LaunchCounts):
     def _launched(self, metadata: Any) -> None:
         if is_of_adapters(metadata):
             self.note()
+        if multiplies_with_a(metadata):
+            self.of_layers.note()
 
 
 class ReplayClock:

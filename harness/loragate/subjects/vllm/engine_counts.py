@@ -11,12 +11,19 @@ import torch
 from loragate.engine.launch_counts import LaunchCounts
 
 # of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
-VLLM_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
+_EXPAND = "_lora_expand"
+VLLM_KERNELS = ("_lora_shrink", _EXPAND, "_fused_moe_lora")
 
 
 def is_of_adapters(metadata: Any) -> bool:
     """Whether Triton launches one of vLLM's kernels of adapters; metadata: as its hooks get it."""
     return str(metadata.get()["name"]).startswith(VLLM_KERNELS)
+
+
+def multiplies_with_a(metadata: Any) -> bool:
+    """Whether one of vLLM's kernels of adapters is that of a linear layer or of experts. A
+    vocabulary embedding looks up its rows of A, and launches the product with B alone."""
+    return is_of_adapters(metadata) and not str(metadata.get()["name"]).startswith(_EXPAND)
 
 
 @dataclass(slots=True)

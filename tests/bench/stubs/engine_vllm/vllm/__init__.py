@@ -42,8 +42,11 @@ torch.cuda.is_current_stream_capturing = lambda: _CAPTURES[0]
 
 
 class Launch:
+    def __init__(self, name):
+        self.name = name
+
     def get(self):
-        return {"name": "_lora_shrink_kernel"}
+        return {"name": self.name}
 
 
 class SamplingParams:
@@ -94,5 +97,7 @@ class LLM:
             for operator in (Operator.LINEAR, Operator.EXPERTS):
                 count(operator, runs=True, captures=captures)
         else:
-            knobs.runtime.launch_enter_hook(Launch())
+            knobs.runtime.launch_enter_hook(Launch("_lora_shrink_kernel"))
+        # of the embedding, which the plug-in leaves to vLLM
+        knobs.runtime.launch_enter_hook(Launch("_lora_expand_kernel"))
         _CAPTURES[0] = False
