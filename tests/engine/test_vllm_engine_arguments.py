@@ -242,14 +242,19 @@ def test_an_adapter_that_is_loaded_again_keeps_its_number_and_replaces_itself(
     assert served.removed == [1]
 
 
-@pytest.mark.parametrize(("plugin", "counts"), [(False, (7, 4)), (True, (5, 2))])
+@pytest.mark.parametrize(
+    ("plugin", "counts", "others"), [(False, (7, 4), (0, 0)), (True, (5, 2), (6, 3))]
+)
 def test_launches_are_those_of_the_kernels_that_serve_the_engine(
-    plugin: bool, counts: tuple[int, int], served: Served
+    plugin: bool, counts: tuple[int, int], others: tuple[int, int], served: Served
 ) -> None:
     started = (engine.with_plugin if plugin else engine.stock)(order_of())
-    started._events.kernels.launched, started._events.kernels.captured = 7, 4
+    kernels = started._events.kernels
+    kernels.launched, kernels.captured = 7, 4
+    kernels.of_layers.launched, kernels.of_layers.captured = 6, 3
     found = started.counts()
     assert (found.kernels_launched, found.kernels_captured) == counts
+    assert (found.others_launched, found.others_captured) == others
 
 
 def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:
@@ -281,3 +286,8 @@ def test_replays_and_launches_of_kernels_of_adapters_are_counted(
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     hooks(SimpleNamespace(get=lambda: {"name": "_lora_expand_kernel"}))
     assert (events.kernels.launched, events.kernels.captured) == (2, 1)
+    # the product with B alone may be that of an embedding
+    of_layers = events.kernels.of_layers
+    assert (of_layers.launched, of_layers.captured) == (2, 0)
+    hooks(SimpleNamespace(get=lambda: {"name": "_fused_moe_lora_kernel"}))
+    assert (events.kernels.captured, of_layers.captured) == (2, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.engine.world import World
 
 # of each call
-COUNTS = EngineCounts(3, 2, 1, 9)
+COUNTS = EngineCounts(3, 2, 1, 9, others_launched=0)
 # of the start of an engine
-WARM_UP = EngineCounts(5, 5, 5, 5, 4)
+WARM_UP = EngineCounts(5, 5, 5, 5, 4, others_launched=2, others_captured=0)
 
 
 class Speaking:
@@ -44,9 +44,9 @@ class Speaking:
         return tuple(self.language.words_after(prompt, speaker, request.new_tokens))
 
     def counts(self) -> EngineCounts:
-        pairs = zip(astuple(WARM_UP)[:-1], astuple(COUNTS)[:-1], strict=True)
-        done = (first + self.calls * each for first, each in pairs)
-        return EngineCounts(*done, WARM_UP.kernels_captured)
+        each = {name: count for name, count in asdict(COUNTS).items() if count is not None}
+        done = {name: getattr(WARM_UP, name) + self.calls * each[name] for name in each}
+        return replace(WARM_UP, **done)
 
     def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
         return {}

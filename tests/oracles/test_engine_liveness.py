@@ -37,6 +37,17 @@ def test_each_count_that_the_case_asks_for_must_be_above_0(count: str) -> None:
     assert count.replace("_", " ") in found.message
 
 
+@pytest.mark.parametrize("count", ["others_launched", "others_captured"])
+def test_kernels_of_another_implementation_must_not_have_served_layers(count: str) -> None:
+    assert _judged(CASE, replace(COUNTED, others_launched=0, others_captured=0)).verdict is (
+        Verdict.PASS
+    )
+    found = _judged(CASE, replace(COUNTED, **{count: 2}))
+    assert (found.verdict, found.failure) == (Verdict.FAIL, Failure.IDLE)
+    assert "another implementation" in found.message
+    assert "2 ran or were captured" in found.message
+
+
 @pytest.mark.parametrize(
     ("graphs", "speculation", "weights", "verdict"),
     [

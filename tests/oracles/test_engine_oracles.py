@@ -227,9 +227,13 @@ def test_a_reload_that_breaks_all_adapters_alike_is_judged_by_the_reference(
 
 
 def test_only_what_happens_behind_the_start_is_counted(world: World, right: Evidence) -> None:
-    assert right.answers.counts == EngineCounts(24, 16, 8, 72, WARM_UP.kernels_captured)
+    assert right.answers.counts == EngineCounts(24, 16, 8, 72, WARM_UP.kernels_captured, 0, 0)
     nothing = EngineCounts(None, None, None, None)
-    assert WARM_UP.since(nothing) == EngineCounts(None, None, None, None, 4)
+    assert WARM_UP.since(nothing) == EngineCounts(None, None, None, None, 4, None, 0)
+    foreign = EngineCounts(1, 1, 1, 1, 1, others_launched=5, others_captured=3)
+    assert foreign.since(replace(foreign, others_launched=2)) == EngineCounts(
+        0, 0, 0, 0, 1, others_launched=3, others_captured=3
+    )
 
 
 def test_counts_that_fall_are_no_counts_since_the_start(world: World) -> None:

@@ -8,30 +8,18 @@ from unittest.mock import patch
 
 import torch
 
-from loragate.engine.launch_counts import LaunchCounts
-from loragate.subjects.vllm.engine_counts import is_of_adapters, multiplies_with_a
+from loragate.subjects.vllm.engine_counts import AdapterLaunches
 
 
-class LaunchWatch(LaunchCounts):
-    """While it is entered: launches of vLLM's own kernels of adapters, and those of captures.
-    of_layers: those of linear layers and experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_layers = LaunchCounts()
+class LaunchWatch(AdapterLaunches):
+    """While it is entered: launches of vLLM's own kernels of adapters, and those of captures."""
 
     def __enter__(self) -> LaunchWatch:
-        _hooks().add(self._launched)
+        _hooks().add(self.hook)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _hooks().remove(self._launched)
-
-    def _launched(self, metadata: Any) -> None:
-        if is_of_adapters(metadata):
-            self.note()
-        if multiplies_with_a(metadata):
-            self.of_layers.note()
+        _hooks().remove(self.hook)
 
 
 class ReplayClock:

@@ -48,7 +48,8 @@ class EngineCounts:
     """What an engine did since it was started; None is what it cannot say.
 
     kernels_launched: of adapters, outside of captures. kernels_captured: of adapters, in graphs,
-    each of which launches them again when it is replayed.
+    each of which launches them again when it is replayed. others_launched, others_captured: of
+    another implementation, for layers that this one serves.
     """
 
     drafts_accepted: int | None
@@ -56,6 +57,8 @@ class EngineCounts:
     graphs_replayed: int | None
     kernels_launched: int | None
     kernels_captured: int | None = None
+    others_launched: int | None = None
+    others_captured: int | None = None
 
     def since(self, before: EngineCounts) -> EngineCounts:
         """What was added to `before`, but for captures, which remain what they were."""
@@ -65,6 +68,8 @@ class EngineCounts:
             _added(before.graphs_replayed, self.graphs_replayed),
             _added(before.kernels_launched, self.kernels_launched),
             self.kernels_captured,
+            _added(before.others_launched, self.others_launched),
+            self.others_captured,
         )
 
     def fallen(self, before: EngineCounts) -> str:

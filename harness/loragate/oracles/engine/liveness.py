@@ -1,6 +1,6 @@
 """What a case asks for has happened: drafts were accepted and others rejected, graphs were
-replayed, kernels of adapters were launched. An engine that quietly does without gives right answers
-and shows nothing."""
+replayed, kernels of adapters were launched, and those of no other implementation. An engine that
+quietly does without gives right answers and shows nothing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class Liveness:
 
 def _judged(case: Case, counts: EngineCounts) -> Judgement:
     name, wanted = OracleName.LIVENESS, dict(_wanted(case, counts))
+    if others := (counts.others_launched or 0) + (counts.others_captured or 0):
+        message = f"another implementation's kernels served layers: {others} ran or were captured"
+        return Judgement(name, Verdict.FAIL, Failure.IDLE, message)
     if not wanted:
         return Judgement(name, Verdict.SKIP, message="the case asks for no counts")
     found = liveness(wanted)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loragate.engine.launch_counts import LaunchCounts
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Logprobs, Speculation
@@ -89,8 +90,11 @@ class VllmEngine:
         if self._case.speculation is not Speculation.NONE:
             accepted = int(counters[_ACCEPTED])
             rejected = int(counters[_DRAFTED]) - accepted
-        launched, captured = self._events.kernels.launched, self._events.kernels.captured
+        vllms, others = self._events.kernels, LaunchCounts()
+        launched, captured = vllms.launched, vllms.captured
         if self._plugin:
+            # the plug-in serves all layers of these models that multiply with A
+            others = vllms.of_layers
             of_workers = self._llm.collective_rpc(_launches)
             launched, captured = (sum(part) for part in zip(*of_workers, strict=True))
         return EngineCounts(
@@ -99,6 +103,8 @@ class VllmEngine:
             graphs_replayed=self._events.replays,
             kernels_launched=launched,
             kernels_captured=captured,
+            others_launched=others.launched,
+            others_captured=others.captured,
         )
 
     def close(self) -> None:

@@ -15,23 +15,27 @@ _EXPAND = "_lora_expand"
 VLLM_KERNELS = ("_lora_shrink", _EXPAND, "_fused_moe_lora")
 
 
-def is_of_adapters(metadata: Any) -> bool:
-    """Whether Triton launches one of vLLM's kernels of adapters; metadata: as its hooks get it."""
-    return str(metadata.get()["name"]).startswith(VLLM_KERNELS)
+@dataclass(slots=True)
+class AdapterLaunches(LaunchCounts):
+    """Of vLLM's kernels of adapters. of_layers: those of linear layers and of experts. A vocabulary
+    embedding looks up its rows of A, and launches the product with B alone."""
 
+    of_layers: LaunchCounts = field(default_factory=LaunchCounts)
 
-def multiplies_with_a(metadata: Any) -> bool:
-    """Whether one of vLLM's kernels of adapters is that of a linear layer or of experts. A
-    vocabulary embedding looks up its rows of A, and launches the product with B alone."""
-    return is_of_adapters(metadata) and not str(metadata.get()["name"]).startswith(_EXPAND)
+    def hook(self, metadata: Any) -> None:
+        """A hook of Triton, called before each launch."""
+        name = str(metadata.get()["name"])
+        if not name.startswith(VLLM_KERNELS):
+            return
+        self.note()
+        if not name.startswith(_EXPAND):
+            self.of_layers.note()
 
 
 @dataclass(slots=True)
 class EngineEvents:
-    """kernels: launches of vLLM's kernels of adapters."""
-
     replays: int = 0
-    kernels: LaunchCounts = field(default_factory=LaunchCounts)
+    kernels: AdapterLaunches = field(default_factory=AdapterLaunches)
 
     def listen(self) -> None:
         """Count from now on, until the process ends."""
@@ -45,8 +49,4 @@ class EngineEvents:
             replay(graph)
 
         torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
-        knobs.runtime.launch_enter_hook.add(self._launched)
-
-    def _launched(self, metadata: Any) -> None:
-        if is_of_adapters(metadata):
-            self.kernels.note()
+        knobs.runtime.launch_enter_hook.add(self.kernels.hook)
