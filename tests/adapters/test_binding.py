@@ -91,3 +91,35 @@ def test_a_module_that_is_targeted_and_has_no_factors_is_refused(
     message = f"adapter fr has no factors for modules that it targets, 1: {missing}"
     with pytest.raises(AdapterError, match=f"^{re.escape(message)}(;|$)"):
         bind(adapter, LAYERS)
+
+
+NAMES = tuple(f"model.layers.{index}.self_attn.q_proj" for index in range(3))
+EQUAL_LAYERS = {f"model.layers.{index}.self_attn.qkv_proj": {"q_proj": (0,)} for index in range(3)}
+
+
+def rules_for(chosen: tuple[int, ...]) -> list[TargetRule]:
+    """Each way of PEFT to say which of equal layers are targeted."""
+    others = tuple(name for index, name in enumerate(NAMES) if index not in chosen)
+    return [
+        TargetRule(("q_proj",), layers=chosen),
+        TargetRule(("q_proj",), exclude=others),
+        TargetRule(tuple(NAMES[index] for index in chosen)),
+        TargetRule(rf".*layers\.[{''.join(map(str, chosen))}]\..*q_proj"),
+    ]
+
+
+@pytest.mark.parametrize("chosen", [(0,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("way", range(4))
+def test_each_of_equal_layers_is_targeted_or_not_by_its_own_name(
+    way: int, chosen: tuple[int, ...]
+) -> None:
+    rule, modules = rules_for(chosen)[way], {NAMES[index]: FLAT for index in chosen}
+    bound = bind(Adapter("fr", modules, rule), EQUAL_LAYERS)
+    assert [len(parts) for parts in bound.values()] == [int(i in chosen) for i in range(3)]
+    last = NAMES[chosen[-1]]
+    # another layer instead, which takes factors also where it is not targeted
+    misplaced = modules | {NAMES[(chosen[-1] + 1) % 3]: FLAT}
+    del misplaced[last]
+    message = f"has no factors for modules that it targets, 1: {last}"
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        bind(Adapter("fr", misplaced, rule), EQUAL_LAYERS)
