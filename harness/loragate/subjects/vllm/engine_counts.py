@@ -10,8 +10,8 @@ import torch
 
 from loragate.engine.launch_counts import LaunchCounts
 
-# of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
 _EXPAND = "_lora_expand"
+# of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
 VLLM_KERNELS = ("_lora_shrink", _EXPAND, "_fused_moe_lora")
 
 
