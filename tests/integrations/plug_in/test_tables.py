@@ -14,7 +14,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.integrations.vllm.tables import StepTables  # noqa: E402
+from lorakernels.integrations.vllm.tables import StepTables, host_value  # noqa: E402
 
 SLOTS, ROWS = 3, 8
 # whose last 32 bits are those of a slot, or of a base row
@@ -27,6 +27,17 @@ def tables() -> StepTables:
 
 def contents(step: StepTables) -> list[Tensor]:
     return [tensor.clone() for tensor in (*step.tensors, step.live, step.row_slots)]
+
+
+def test_before_the_first_mapping_all_rows_are_base_rows_and_none_is_live() -> None:
+    step = tables()
+    assert host_value(step.live) == 0
+    assert step.row_slots.tolist() == [-1] * ROWS
+    # of each height: slots of tiles, rows of tiles, and how many tiles there are
+    for tile_slots, tile_rows, num_tiles in zip(*[iter(step.tensors)] * 3, strict=True):
+        assert num_tiles.item() == 0
+        assert (tile_slots == -1).all()
+        assert (tile_rows == -1).all()
 
 
 @pytest.fixture
