@@ -159,3 +159,12 @@ def test_a_step_without_rows_has_no_adapter() -> None:
         # as it may be prepared where no adapter is allowed
         metadata.prepare(none, num_rows=2)
         assert metadata.num_rows == 2
+
+
+def test_a_mapping_whose_values_the_host_does_not_read_may_have_adapters() -> None:
+    # a device that has no values at all
+    metadata = BatchMetadata(max_tokens=MAX_TOKENS, max_slots=MAX_SLOTS, device="meta")
+    nothing = torch.full((3,), -1, dtype=torch.int32)
+    assert metadata.check(nothing.to("meta"))
+    assert not metadata.check(nothing)
+    assert metadata.check(nothing.abs())
