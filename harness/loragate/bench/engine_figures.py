@@ -27,14 +27,14 @@ _LEAST_DEVICE_SHARE = 0.75
 class KernelCounts:
     """Calls of the plug-in's operators, by their names, that launched kernels for requests, or had
     them captured into a graph before; launches of vLLM's own kernels of adapters, likewise.
-    vllms_of_layers: those of linear layers and experts among both."""
+    vllms_of_layers: those of linear layers and experts among both, None where nobody counted them,
+    as in records of before."""
 
     launched: Mapping[str, int]
     captured: Mapping[str, int]
     vllms_launched: int
     vllms_captured: int
-    # records of before do not have it
-    vllms_of_layers: int = 0
+    vllms_of_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
