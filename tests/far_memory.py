@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+# where the storages of `far` tensors begin
+_FAR: set[int] = set()
+
 
 class FarTensor(Tensor):
-    """Memory of its own is on the host, and that of the first tensor is not."""
-
-    _far: int
+    """Memory that `far` has seen is not on the host, and a copy of it is."""
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        return getattr(self, "_far", 0) != self.untyped_storage().data_ptr()
+        return self.untyped_storage().data_ptr() not in _FAR
 
 
 def far(tensor: Tensor) -> Tensor:
-    """A view of `tensor` that says that its memory is not on the host."""
-    view = tensor.as_subclass(FarTensor)
-    view._far = tensor.untyped_storage().data_ptr()
-    return view
+    """A view of `tensor` that says that its memory is not on the host, while `copied_memory` is
+    in use."""
+    _FAR.add(tensor.untyped_storage().data_ptr())
+    return tensor.as_subclass(FarTensor)
+
+
+def _on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    # as for a device: what is on the host already is not copied
+    return storage.clone() if storage.data_ptr() in _FAR else storage
 
 
 @pytest.fixture
-def copied_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is taken to the host is copied, as that of a device is."""
-    monkeypatch.setattr(torch.UntypedStorage, "cpu", lambda storage: storage.clone())
+def copied_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory of `far` tensors that is taken to the host is copied, as that of a device is."""
+    monkeypatch.setattr(torch.UntypedStorage, "cpu", _on_host)
+    yield
+    _FAR.clear()
