@@ -13,7 +13,7 @@ from loragate.core.machine import detect_machine, select_interpreter
 from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.matrix.case import Case, Dtype, Ranks, RouterWeights, Sharing, Site, Source, Write
-from loragate.protocol import BaseExperts, BaseLayer, Pool, Trial
+from loragate.protocol import BaseExperts, BaseLayer, Pool, Trial, unsupported
 from loragate.subjects import find_subject
 from loragate.subjects.vllm.layer_package import VllmLayers
 from loragate.subjects.vllm.package import fold_scale
@@ -167,3 +167,37 @@ def test_a_delta_of_experts_is_that_of_the_product_whose_weights_it_has(
     assert any(one is batch.routes.weights for one in given)
     sorted_pairs = delta.wrapper.named("prepare")
     assert len(sorted_pairs) == (1 if case is W2 else 0)
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+def test_behind_the_first_slice_of_a_layer_are_all_of_its_slices(of_layer: bool) -> None:
+    delta = delta_of(CASE)
+    layer = SimpleNamespace(lora_a_stacked=delta.a, lora_b_stacked=delta.b)
+    instance = SimpleNamespace(layer=layer) if of_layer else delta
+    declared = VllmLoraKernelsSubject.describe(interpreted=True).pointer_tables
+    behind_a = declared["lora_shrink_kernel", "a_ptr"](instance, delta.a[0])
+    behind_b = declared["lora_expand_kernel", "b_ptr"](instance, delta.b[0])
+    for behind, stacks in ((behind_a, delta.a), (behind_b, delta.b)):
+        assert len(behind) == len(CASE.slices)
+        assert all(one is stack for one, stack in zip(behind, stacks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_run"),
+    [
+        ({}, False),
+        ({"write": Write.ADD}, True),
+        ({"ranks": Ranks.FULL}, True),
+        ({"slices": (8,)}, True),
+    ],
+)
+def test_deltas_that_are_stored_are_refused_where_a_slice_may_be_absent(
+    change: dict[str, Any], is_run: bool
+) -> None:
+    case = replace(W13, **{"write": Write.STORE, "ranks": Ranks.MIXED, **change})
+    reason = unsupported(case, VllmLoraKernelsSubject.describe(interpreted=True))
+    if is_run:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert "absent slice" in reason

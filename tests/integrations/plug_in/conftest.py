@@ -23,8 +23,10 @@ SLOTS, RANK, ROWS = 3, 4, 40
 
 @pytest.fixture
 def stacked() -> Collection[tuple[str, str]]:
+    from loragate.subjects.vllm_lorakernels.first_slices import FIRST_SLICES
+
     # of a packed layer the kernels get the first slice, and read the others behind it
-    return {("lora_shrink_kernel", "a_ptr"), ("lora_expand_kernel", "b_ptr")}
+    return set(FIRST_SLICES)
 
 
 @dataclass(frozen=True)

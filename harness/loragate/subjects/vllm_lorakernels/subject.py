@@ -23,10 +23,12 @@ from loragate.matrix.case import (
     ExpertMap,
     Parallel,
     Path,
+    Ranks,
     RouterWeights,
     Site,
     Source,
     Streams,
+    Write,
 )
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities
 from loragate.subjects.vllm import lora_linear, moe_layer
@@ -36,6 +38,7 @@ from loragate.subjects.vllm.lora_linear import VllmLoRALinear, host_tensors
 from loragate.subjects.vllm.moe_layer import VllmMoELayer
 from loragate.subjects.vllm.package import installed_version
 from loragate.subjects.vllm_lorakernels.deltas import LinearDelta, MoEDelta
+from loragate.subjects.vllm_lorakernels.first_slices import FIRST_SLICES
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.integrations.vllm.registration import let_layers_adopt
 
@@ -48,6 +51,9 @@ def _moe_delta_refusal(case: Case) -> str | None:
         ),
         "w13 reads a row of x for each token, without router weights, and w2 one for each pair, "
         "with them": weighted is not (case.source is Source.PAIR),
+        "an absent slice is one of zeros to it, which it stores": (
+            case.write is Write.STORE and case.ranks is Ranks.MIXED and len(case.slices) > 1
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -100,6 +106,7 @@ class VllmLoraKernelsSubject:
             place_invariant=not interpreted,
             rank_per_slice=True,
             folds_scale_into_weights=True,
+            pointer_tables=FIRST_SLICES,
             host_tensors=host_tensors,
             refuses=partial(_refuses, missing),
         )

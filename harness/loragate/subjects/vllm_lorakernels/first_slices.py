@@ -1,0 +1,31 @@
+"""What lies behind the first slice of a layer, by which the plug-in names all of them.
+
+Its operator of linear layers gets the first slices of A and of B as vLLM holds them: views of the
+buffers that the kernels read. A launch that is made again has these views as its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from loragate.subjects.vllm_lorakernels.deltas import LinearDelta
+
+
+def _a(instance: Any, first: Tensor) -> Sequence[Tensor]:
+    is_delta = isinstance(instance, LinearDelta)
+    return list(instance.a if is_delta else instance.layer.lora_a_stacked)
+
+
+def _b(instance: Any, first: Tensor) -> Sequence[Tensor]:
+    is_delta = isinstance(instance, LinearDelta)
+    return list(instance.b if is_delta else instance.layer.lora_b_stacked)
+
+
+# by the names of a kernel and of its argument
+FIRST_SLICES: Mapping[tuple[str, str], Callable[[Any, Tensor], Sequence[Tensor]]] = (
+    MappingProxyType({("lora_shrink_kernel", "a_ptr"): _a, ("lora_expand_kernel", "b_ptr"): _b})
+)
