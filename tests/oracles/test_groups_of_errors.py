@@ -71,9 +71,10 @@ def test_a_factor_on_the_deltas_of_one_expert_is_seen(pairs: Pairs) -> None:
         return found.ratio, bool(pairs.own[found.row])
 
     assert judged(0.0)[0] < 0.7
-    ratio, is_own = judged(0.003)
-    assert ratio > 1
-    assert is_own
+    for factor in (0.003, -0.003):
+        ratio, is_own = judged(factor)
+        assert ratio > 1
+        assert is_own
     # in the same data with one expert the deltas of all others would hide it
     alone = pairs.with_rows_of_the_expert("gain", pairs.errors.gain + 0.003 * pairs.errors.delta_sq)
     given = pairs.case, pairs.pool, pairs.rows, None, alone

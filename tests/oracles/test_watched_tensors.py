@@ -58,18 +58,24 @@ class ChangesOne(TorchSubject):
 
         def changing(x: Tensor, out: Tensor, *routes: Routes) -> Tensor:
             result: Tensor = apply(x, out, *routes)
-            given = (Batch(x, mappings[-1], out, *routes), pools[-1], base)
-            # what is added to may change
-            found = [one for one in tensors_in(given, "") if one[1] is not result]
+            found = self.given(Batch(x, mappings[-1], out, *routes), pools[-1], base)
             self.names = [name for name, _ in found]
-            values = found[self.changed % len(found)][1]
-            values.view(INTEGERS[values.element_size()])[(-1,) * values.dim()] += 1
+            self.change(found[self.changed % len(found)][1])
             return result
 
         own.load = lambda slot, pool: (pools.append(pool), load(slot, pool))
         own.prepare = lambda slots: (mappings.append(slots), prepare(slots))
         own.apply = changing
         return own
+
+    def given(self, batch: Batch, pool: Pool, base: BaseLayer | None) -> list[tuple[str, Tensor]]:
+        # without a base layer the delta is added to the output
+        adds = base is None
+        found = tensors_in((batch, pool, base), "")
+        return [one for one in found if not (adds and one[1] is batch.out)]
+
+    def change(self, values: Tensor) -> None:
+        values.view(INTEGERS[values.element_size()])[(-1,) * values.dim()] += 1
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -82,6 +88,37 @@ def test_a_changed_element_of_any_tensor_fails(site: str, make_trial: Callable[.
         assert judgement.verdict is Verdict.FAIL, names[number]
         assert judgement.failure is Failure.FOREIGN_MEMORY
         assert judgement.message.startswith("the step changed 1 element of "), names[number]
+        number += 1
+
+
+class WritesBeside(ChangesOne):
+    """A right subject but for one element ahead of, or behind, a tensor of a batch."""
+
+    def __init__(self, changed: int, *, behind: bool) -> None:
+        super().__init__(changed)
+        self.behind = behind
+
+    def given(self, batch: Batch, pool: Pool, base: BaseLayer | None) -> list[tuple[str, Tensor]]:
+        # the slots of tokens have no memory beside them
+        return [one for one in tensors_in(batch, "") if one[0] != ".token_slots"]
+
+    def change(self, values: Tensor) -> None:
+        last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+        place = values.storage_offset() + (last + 1 if self.behind else -1)
+        super().change(values.as_strided((1,), (1,), place))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("site", SITES)
+def test_an_element_beside_any_tensor_of_a_batch_fails(
+    site: str, behind: bool, make_trial: Callable[..., Trial]
+) -> None:
+    trial, number, names = make_trial(tokens=6, in_features=16, **SITES[site]), 0, [""]
+    while number < len(names):
+        subject = WritesBeside(number, behind=behind)
+        judgement = ORACLES[OracleName.CANARY].judge(replace(trial, subject=subject))
+        names = subject.names
+        assert judgement.failure is Failure.FOREIGN_MEMORY, names[number]
         number += 1
 
 
