@@ -15,6 +15,7 @@ from loragate.core.machine import Machine, select_interpreter
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
+from loragate.inputs.pool import Dead
 from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import (
     LAYER_SITES,
@@ -214,6 +215,32 @@ def test_the_last_adapter_of_a_layer_has_all_ranks_whichever_modules_it_has(
         pool = pool_of(replace(layer, gate_up=gate_up), seed, DataKind.SIGNED)
         assert pool.down is not None
         assert layer.rank in (*pool.ranks[-1], *pool.down.ranks[-1])
+
+
+@pytest.mark.parametrize("dead", Dead)
+@pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.MOE_LAYER])
+def test_ranks_that_an_adapter_lacks_are_dead_in_both_factors_also_all_of_an_absent_slice(
+    site: Site, dead: Dead
+) -> None:
+    case = replace(CASE, site=site, ranks=Ranks.MIXED, slices=(24, 24), experts=2, top_k=1)
+    pool = make_pool(case, 3, DataKind.SIGNED, CPU, capabilities(), dead=dead)
+    assert any(0 in row for row in pool.ranks)
+    for slot, row in enumerate(pool.ranks):
+        for part, rank in enumerate(row):
+            for ranks in (pool.a[slot][..., part, :, :].mT, pool.b[part][slot]):
+                own, unused = ranks[..., :rank], ranks[..., rank:]
+                assert own.isfinite().all()
+                assert rank == 0 or own.any()
+                assert unused.isnan().all() if dead is Dead.NAN else not unused.any()
+
+
+def test_exact_deltas_of_a_narrow_slice_use_the_last_rank_of_each_adapter() -> None:
+    case = replace(CASE, slices=(2, 24), ranks=Ranks.MIXED)
+    for seed in SEEDS:
+        pool = pool_of(case, seed, DataKind.EXACT)
+        for slot, row in enumerate(pool.ranks):
+            for part, rank in enumerate(row):
+                assert rank == 0 or pool.b[part][slot, :, rank - 1].any()
 
 
 def test_of_two_slots_one_is_idle_in_every_other_step_only() -> None:

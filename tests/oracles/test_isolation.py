@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.matrix.case import Case, Dtype, Ranks, RouterWeights, Site
+from loragate.matrix.case import Case, Dtype, Mix, Ranks, RouterWeights, Site
 from loragate.oracles import ORACLES
 from loragate.protocol import Pool, Trial
 from loragate.subjects.torch.subject import DenseDelta
@@ -120,6 +120,32 @@ class NeverLoadedTimesZero(Stacked):
         return torch.stack([super().delta(x, slot), *unwanted]).sum(0)
 
 
+class FromOneSlot(Stacked):
+    """One slot is computed for every row and multiplied by zero, with an adapter or without."""
+
+    reached: int
+    # or of those that have left their slots
+    resident: bool
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.loaded = set[int]()
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.loaded.add(slot)
+
+    def unload(self, slot: int) -> None:
+        if self.resident or slot != self.reached:
+            super().unload(slot)
+        self.loaded.discard(slot)
+
+    def delta(self, x: Tensor, slot: int) -> Tensor:
+        is_read = (self.reached in self.loaded) is self.resident
+        unwanted = super().delta(x, self.reached) * 0 if is_read else 0
+        return super().delta(x, slot) + unwanted
+
+
 class LeavesTheOldOne(Stacked):
     """The dead ranks of a slot are read, and keep what was there."""
 
@@ -201,6 +227,18 @@ def test_an_adapter_that_is_read_with_what_a_larger_one_left_behind_its_ranks_fa
     for seed in SEEDS:
         # of so many slots one of the two that are spoiled has dead ranks
         trial = make_trial(ResetsAllButDeadRanks, seed, promises, tokens=40, slots=6, rank=8)
+        judgement = ORACLES[OracleName.ISOLATION].judge(trial)
+        assert judgement.failure is Failure.NOT_ISOLATED, judgement
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("reached", range(4))
+def test_an_adapter_without_rows_that_reaches_others_fails_whichever_it_is(
+    reached: int, resident: bool, make_trial: Callable[..., Trial]
+) -> None:
+    kind = type("Leaky", (FromOneSlot,), {"reached": reached, "resident": resident})
+    for seed in SEEDS:
+        trial = make_trial(kind, seed, {}, tokens=9, slots=5, mix=Mix.LAST_SLOT)
         judgement = ORACLES[OracleName.ISOLATION].judge(trial)
         assert judgement.failure is Failure.NOT_ISOLATED, judgement
 

@@ -15,8 +15,10 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution import runners
 from loragate.execution.graph import Captured
+from loragate.inputs import DataKind, make_batch
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.oracles import ORACLES
+from loragate.oracles.state import graph
 from loragate.protocol import (
     BaseLayer,
     Capabilities,
@@ -368,3 +370,11 @@ def test_an_error_that_shows_when_the_capture_ends_is_the_subjects(
 
 def test_every_execution_of_the_matrix_has_a_runner() -> None:
     assert runners.RUNNERS.keys() == set(Execution)
+
+
+def test_every_pair_of_a_live_token_is_compared_and_no_pair_of_padding() -> None:
+    case = replace(CASE, site=Site.MOE_DELTA, tokens=6, experts=4, top_k=3)
+    batch = make_batch(case, 1, 0, DataKind.EXACT, CPU)
+    kept = graph._without_padding(torch.ones(18, 4), batch, live=2)
+    assert kept[:6].all()
+    assert not kept[6:].any()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +86,31 @@ def test_a_warm_up_before_a_capture_has_no_places() -> None:
     assert places(step) == 1
     assert places(lambda: capture(step, warm_ups=3)) == places(lambda: capture(step, warm_ups=0))
     assert places(lambda: (capture(step, warm_ups=3), step())) > places(lambda: capture(step))
+
+
+def test_a_delay_is_ahead_of_an_event_that_is_recorded_and_behind_one_that_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from loragate.execution.streams.delays import delayed
+
+    calls: list[str] = []
+
+    class Event:
+        def record(self, stream: Any = None) -> None:
+            calls.append("record")
+
+        def wait(self, stream: Any = None) -> None:
+            calls.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("delay"))
+    with delayed(0):
+        Event().record()
+    with delayed(0):
+        Event().wait()
+    assert calls == ["delay", "record", "wait", "delay"]
 
 
 @needs_gpu

@@ -84,6 +84,13 @@ class OneMoreInTheSecondTile(ByLiveRows):
         return rows + (rows > 128)
 
 
+class OneMoreBesideABase(OneMoreInTheSecondTile):
+    """A step has work of its own, also without adapters."""
+
+    def amount(self) -> int:
+        return super().amount() + 64
+
+
 def trial_of(make_trial: Callable[..., Trial], instance: type[DenseDelta], **axes: Any) -> Trial:
     shape = {"tokens": 9, "in_features": 8, "slices": (8,), "rank": 2, "slots": 6}
     promises = {"work_follows_tiles": True}
@@ -124,6 +131,7 @@ def test_nothing_is_counted_afterwards() -> None:
         (BySlotNumbers, {"mix": Mix.RAGGED}, "in place of"),
         (BySquare, {"tokens": 260}, "growth in proportion"),
         (OneMoreInTheSecondTile, {"tokens": 260}, "growth in proportion"),
+        (OneMoreBesideABase, {"tokens": 260}, "growth in proportion"),
     ],
 )
 def test_work_that_does_not_follow_from_the_tiles_fails(
