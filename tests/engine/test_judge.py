@@ -456,10 +456,12 @@ def test_tokens_that_are_missing_or_cannot_be_read_are_defects(
     assert report.lines()[2].startswith(f"request 1 (adapter-1): token {position} is")
 
 
-def test_superfluous_tokens_are_defects(dense: Bench) -> None:
+@pytest.mark.parametrize("unreadable", [(), (-1,), (10**6, 0)])
+def test_superfluous_tokens_are_defects(dense: Bench, unreadable: tuple[int, ...]) -> None:
     right = dense.language.words_after(dense.prompts[1], dense.everyone[1], COUNT + 2)
-    (found,) = dense.judged({1: Completion(tuple(right))}).defects
-    assert (found.position, found.wrong_tokens) == (COUNT, 2)
+    given = (*right[:COUNT], *unreadable) if unreadable else tuple(right)
+    (found,) = dense.judged({1: Completion(given)}).defects
+    assert (found.position, found.wrong_tokens) == (COUNT, len(given) - COUNT)
 
 
 def test_what_cannot_be_judged_is_refused(dense: Bench) -> None:

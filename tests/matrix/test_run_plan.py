@@ -89,6 +89,7 @@ def test_the_digest_of_a_plan_says_how_its_cases_are_judged() -> None:
     # of a case that runs, and of one that does not run here
     for case, changes in (
         (SMOKE, {"oracles": (OracleName.EXACT,)}),
+        (SMOKE, {"oracles": (OracleName.EXACT, OracleName.CANARY)}),
         (SMOKE, {"timeout_s": 61.0}),
         (PREMERGE, {"oracles": (OracleName.REFERENCE,)}),
     ):

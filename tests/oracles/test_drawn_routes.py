@@ -167,6 +167,16 @@ def test_ids_and_the_expert_map_lie_between_guards_that_are_valid_ids() -> None:
             assert ((storage[~mine] >= 0) & (storage[~mine] < ids)).all()
 
 
+@pytest.mark.parametrize("case", [CASE, PARALLEL])
+def test_an_id_that_is_read_past_the_end_is_that_of_the_last_local_expert(case: Case) -> None:
+    for seed in SEEDS:
+        routes = routes_of(case, seed)
+        last, experts = case.experts - 1, routes.expert_map
+        guards = whole(routes.topk_ids)[~owned(routes.topk_ids)].long()
+        local = guards if experts is None else experts[guards]
+        assert (local == last).all()
+
+
 def test_the_experts_of_a_rank_are_no_run_and_in_no_order_of_their_global_ids() -> None:
     for seed in SEEDS:
         table = routes_of(PARALLEL, seed).expert_map

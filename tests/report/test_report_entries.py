@@ -91,6 +91,7 @@ def test_a_failure_is_one_entry_and_its_leg_is_none(plan: Plan, finished: Finish
         (_ended("kernels", Verdict.INFRA, exit_code=-9, message="killed by SIGKILL"), True),
         (_ended("kernels", Verdict.INFRA), True),
         (_ended("kernels", Verdict.PASS, exit_code=1), True),
+        (_ended("kernels", Verdict.PASS, exit_code=-9), True),
         (_ended("kernels", Verdict.PASS), False),
     ],
 )
