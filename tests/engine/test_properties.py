@@ -67,9 +67,10 @@ def test_each_answer_that_breaks_a_property_is_told(found: Property, details: li
     assert (found.decision, list(found.details)) == (Decision.FAIL, details)
 
 
-def test_a_reload_that_answers_as_its_weights_may_be_wrong_as_they_are() -> None:
+@pytest.mark.parametrize("before", [ONE, TWO])
+def test_a_reload_that_answers_as_its_weights_may_be_wrong_as_they_are(before: Completion) -> None:
     found = reload_serves_the_new_weights(
-        "a", "b", before=ONE, after=TWO, wanted=TWO, defects=["one line", "another line"]
+        "a", "b", before=before, after=TWO, wanted=TWO, defects=["one line", "another line"]
     )
     assert (found.decision, found.details) == (
         Decision.FAIL,
