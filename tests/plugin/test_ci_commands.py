@@ -54,10 +54,14 @@ def call(
     )
 
 
+def install(checkout: Path, name: str, text: str) -> None:
+    program = checkout.parent / "bin" / name
+    program.write_text(text)
+    program.chmod(0o755)
+
+
 def install_python(checkout: Path, text: str) -> None:
-    python = checkout.parent / "bin" / "python3"
-    python.write_text(text)
-    python.chmod(0o755)
+    install(checkout, "python3", text)
 
 
 def calls(checkout: Path) -> str:
@@ -98,9 +102,29 @@ def test_vllm_is_installed_only_on_request_into_an_environment_of_its_own(checko
     install_python(checkout, FAKE_PYTHON)
     gate(checkout)
     assert "-e .[test]\n" in calls(checkout)
+    install(checkout, "nvidia-smi", "#!/bin/bash\nexit 0\n")
     gate(checkout, *asked)
     assert (checkout / ".venv-vllm" / "bin" / "python").exists()
     assert "-e .[test,vllm]" in calls(checkout)
+    assert "--no-deps" not in calls(checkout)
+
+
+def test_without_a_gpu_vllm_is_installed_beside_the_torch_of_the_project(checkout):
+    install_python(checkout, FAKE_PYTHON)
+    install(checkout, "nvidia-smi", "#!/bin/bash\nexit 9\n")
+    sources = checkout / "ci" / "vllm-without-gpu.txt"
+    assert "vllm==0.26.0\n" in sources.read_text()
+    assert gate(checkout, "--subject=vllm").returncode == 0
+    assert "vllm]" not in calls(checkout)
+    installed = [line for line in calls(checkout).splitlines() if "-m pip install" in line]
+    assert f"-c {checkout}/ci/constraints.txt -e .[test]" in installed[0]
+    assert installed[1].endswith(f"--no-deps -r {sources}")
+    gate(checkout, "--subject=vllm")
+    assert calls(checkout).count("-m pip install") == 2
+    with sources.open("a") as file:
+        file.write("another==1.0\n")
+    gate(checkout, "--subject=vllm")
+    assert calls(checkout).count("-m pip install") == 4
 
 
 @pytest.mark.parametrize(
@@ -108,9 +132,11 @@ def test_vllm_is_installed_only_on_request_into_an_environment_of_its_own(checko
     [
         (["plan", "--subject", "torch"], ".venv"),
         (["plan", "--subject=vllm"], ".venv-vllm"),
+        (["plan", "--subject=vllm_lorakernels"], ".venv-vllm"),
         (["replay", "torch.dense_delta.tokens-6"], ".venv"),
         (["replay", "vllm.dense_delta.tokens-6", "--draw", "3"], ".venv-vllm"),
         (["replay", "--draw=3", "vllm.dense_delta.tokens-6"], ".venv-vllm"),
+        (["replay", "vllm_lorakernels.dense_delta.tokens-6"], ".venv-vllm"),
         (["replay", "my.vllm.module:Subject.dense_delta"], ".venv"),
         (["faults", "--only", "vllm.x"], ".venv"),
         (["findings"], ".venv-vllm"),
