@@ -157,6 +157,7 @@ OTHERS = [
     (CANARY, Failure.FOREIGN_MEMORY, WritesIntoOut, CASE),
     (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns, CASE),
     (PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheExpertsNumber, CASE),
+    (PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheExpertsNumber, PARALLEL),
     (PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheRowsPlace, CASE),
     (SEQUENCE, Failure.STALE_STATE, KeepsTheFirstRouting, CASE),
     (SEQUENCE, Failure.STALE_STATE, LoadsDownOnce, CASE),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_pool
+from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import guarded
 from loragate.matrix.case import (
     IN_PLACE_SITES,
@@ -140,7 +141,9 @@ def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[V
     def violation(guard: Guard, what: str, given: str, mapping: Tensor) -> Violation:
         return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
 
-    yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", good.long())
+    # rows that are kept although they are refused change every row that has an adapter
+    base = torch.full_like(good, BASE_ROW)
+    yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", base.long())
     given = str(case.max_tokens + 1)
     longer = good.new_zeros(case.max_tokens + 1)
     yield violation(Guard.MAPPING_LENGTH, f"{given} token_slots", given, longer)
@@ -150,7 +153,7 @@ def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[V
         rows = torch.full_like(good, case.slots - 1)
         yield violation(Guard.MAPPING_STRIDES, what, "token_slots", _spread(rows))
     for slot in (case.slots, -2):
-        foreign = good.clone()
+        foreign = base.clone()
         foreign[0] = slot
         yield violation(Guard.SLOT_RANGE, f"a row of slot {slot}", str(slot), foreign)
 
