@@ -150,6 +150,24 @@ class ForgetsTheScaleWhenTraced(Honest):
         return out
 
 
+class HasTheWeightsOfTheFirstWhenTraced(Honest):
+    """Imitates a graph that holds the weights of a layer as constants."""
+
+    first: ClassVar[tuple[Tensor, Tensor, Tensor] | None] = None
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        kind = type(self)
+        if kind.first is None:
+            kind.first = self.a.clone(), self.b.clone(), self.scales.clone()
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        weights = self.first if torch.compiler.is_compiling() else (self.a, self.b, self.scales)
+        assert weights is not None
+        torch.ops.toy.honest(x, *weights, self.rows, out)
+        return out
+
+
 class _Subject(TorchSubject):
     def __init__(self, instance: type[Honest]) -> None:
         self.instance = instance
@@ -188,6 +206,13 @@ def test_where_nothing_is_compiled_nothing_is_judged(monkeypatch: pytest.MonkeyP
     judgement = _judge(Honest)
     assert judgement.verdict is Verdict.INCONCLUSIVE
     assert "torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)" in judgement.message
+
+
+def test_a_graph_with_the_weights_of_another_layer_fails() -> None:
+    HasTheWeightsOfTheFirstWhenTraced.first = None
+    judgement = _judge(HasTheWeightsOfTheFirstWhenTraced)
+    assert judgement.failure is Failure.WRONG_ANSWER, judgement
+    assert "the same layer without torch.compile" in judgement.message
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import count, pairwise, permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,8 @@ from loragate.execution.trace.operations import (
     Wait,
 )
 from loragate.execution.trace.orders import How, Kind, legal_orders
+from loragate.execution.trace.overlap import overlapping
+from loragate.execution.trace.replays import launched
 from loragate.execution.trace.spans import first_common, merged, strided
 
 STREAMS, EVENTS, BLOCKS = (0, 1, 2), (0, 1), (0, 1)
@@ -212,6 +214,19 @@ def test_a_host_write_after_waiting_for_the_copy_is_no_hazard() -> None:
     assert hazards(Record(5, 0), copy, Sync(event=5), write) == [Hazard.HOST_ACCESS]
 
 
+def test_a_replay_waits_for_events_of_its_capture_and_for_none_from_before() -> None:
+    captured = Wait(7, 1), Launch(1, "first"), Record(5, 1), Wait(5, 2), Launch(2, "second")
+    repeated, streams = launched(captured, 0, count(100))
+    own = {captured_on: number for number, captured_on in streams.items()}
+    ops = [op for op, _ in repeated]
+    fork, records = ops[0], {op.event: op.stream for op in ops if isinstance(op, Record)}
+    assert isinstance(fork, Record)
+    waits = {(op.event, op.stream) for op in ops if isinstance(op, Wait) and op.stream != 0}
+    (joined,) = (event for event, stream in waits if event != fork.event)
+    assert waits == {(fork.event, own[1]), (fork.event, own[2]), (joined, own[2])}
+    assert records[joined] == own[1]
+
+
 def test_a_wait_for_an_event_that_was_never_recorded_orders_nothing() -> None:
     first, second = Launch(0, "a", (WRITE,)), Launch(1, "b", (READ,))
     assert hazards(first, Wait(7, 1), second, Record(7, 0))
@@ -264,6 +279,25 @@ def test_the_bytes_of_a_strided_view_are_exactly_those_of_its_elements(
     wanted = {e * item + byte for e in elements for byte in range(item)}
     found = strided([d[0] for d in dims], [d[1] for d in dims], offset, item)
     assert {byte for start, stop in found for byte in range(start, stop)} == wanted
+
+
+@given(st.lists(span, max_size=6))
+def test_a_union_has_the_bytes_of_its_spans_and_no_two_that_touch(
+    given_spans: list[tuple[int, int]],
+) -> None:
+    union = merged(given_spans)
+    held = [byte for start, stop in union for byte in range(start, stop)]
+    assert held == sorted({byte for start, stop in given_spans for byte in range(start, stop)})
+    assert all(one[1] < other[0] for one, other in pairwise(union))
+
+
+def test_work_overlaps_where_launches_that_read_something_have_no_order() -> None:
+    def launch(stream: int, *is_write: bool) -> Launch:
+        return Launch(stream, "kernel", tuple(Access(0, ((0, 4),), write) for write in is_write))
+
+    fill, add, copy = launch(1, True), launch(1, False, True), launch(2, False)
+    assert overlapping(Trace((launch(0, False), fill, copy)), 0, 3) == [(0, 2)]
+    assert overlapping(Trace((launch(0, False), add, copy)), 0, 2) == [(0, 1)]
 
 
 @given(spans, spans)

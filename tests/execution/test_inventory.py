@@ -250,6 +250,20 @@ def test_a_side_that_is_not_joined_is_found_in_a_recorded_capture() -> None:
     assert flaws(unordered(graph)) == [Flaw.UNORDERED]
 
 
+def test_an_event_stands_for_what_its_stream_had_when_it_was_recorded() -> None:
+    graph = captured(
+        Launch(SIDE, "shrink", (writes(SHRUNK),)),
+        Record(2, SIDE),
+        Launch(MAIN, "base"),
+        Record(1, MAIN),
+        Wait(2, MAIN),
+        Wait(1, 3),
+        Launch(3, "other"),
+        Launch(MAIN, "expand", (reads(SHRUNK),)),
+    )
+    assert set(graph.edges) == {Edge(1, 2), Edge(0, 3), Edge(1, 3)}
+
+
 def test_an_event_from_before_the_capture_is_no_edge() -> None:
     graph = captured(Wait(5, MAIN), Launch(MAIN, "copy_"), Launch(MAIN, "zero_"))
     assert graph.edges == (Edge(0, 1),)

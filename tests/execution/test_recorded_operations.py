@@ -193,6 +193,16 @@ def test_a_launch_of_a_graph_does_its_work_again_but_not_what_the_host_did() -> 
         assert out.tolist() == [6] * 4
         assert table.tolist() == [1]
         waits = capture(lambda: out.add_(x.sum().item()), warm_ups=0).graph
+        event = torch.cuda.Event()
+
+        def waits_for_an_event() -> None:
+            event.record()
+            event.synchronize()
+
+        others = [
+            capture(f, warm_ups=0).graph for f in (torch.cuda.synchronize, waits_for_an_event)
+        ]
+    assert all(recorder.graphs.host_waited(other.number) for other in others)
     # what is on the host itself is read without a wait
     assert not recorder.graphs.host_waited(graph.number)
     assert recorder.graphs.host_waited(waits.number)

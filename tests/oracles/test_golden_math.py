@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
+from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Dtype, Layout, Mix, Parallel, Ranks, Site
+from loragate.oracles.numeric.deltas import deltas
 from loragate.oracles.numeric.errors import half_ulp
 from loragate.oracles.numeric.golden import chunks, condition_number, eager, folded, golden
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
@@ -198,6 +200,18 @@ def test_an_empty_batch_is_one_empty_chunk(make_trial: Callable[..., Trial]) -> 
     _, batch, _ = data(make_trial())
     empty = Batch(batch.x[:0], batch.token_slots[:0], batch.out[:0])
     assert [len(piece.x) for _, piece in chunks(empty)] == [0]
+
+
+def test_squared_terms_count_none_of_the_first_product_as_smaller_than_the_smallest(
+    make_trial: Callable[..., Trial],
+) -> None:
+    pool, batch, _ = data(make_trial(ranks=Ranks.FULL, slots=1, mix=Mix.SINGLE, tokens=3))
+    rows, smallest = out_rows(batch), 2.0**-10
+    x = torch.zeros_like(batch.x)
+    squares = deltas(pool, x, rows, torch.float64, squares=True, smallest=smallest)
+    b = torch.cat([part[0].double() * s for part, s in zip(pool.b, pool.scales[0], strict=True)])
+    wanted = (b.square().sum(1) * smallest**2).expand(3, -1)
+    torch.testing.assert_close(squares, wanted)
 
 
 def test_the_condition_number_grows_as_terms_cancel() -> None:
