@@ -14,7 +14,7 @@ from torch import Tensor
 from loragate.core.machine import Machine, select_interpreter
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
-from loragate.inputs.placement import bits_of, whole
+from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.pool import Dead
 from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import (
@@ -241,6 +241,16 @@ def test_exact_deltas_of_a_narrow_slice_use_the_last_rank_of_each_adapter() -> N
         for slot, row in enumerate(pool.ranks):
             for part, rank in enumerate(row):
                 assert rank == 0 or pool.b[part][slot, :, rank - 1].any()
+
+
+@pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.MOE_DELTA])
+def test_an_output_that_is_added_to_lies_between_numbers_and_not_between_nans(site: Site) -> None:
+    case = replace(CASE, site=site, experts=4, top_k=2)
+    out = make_batch(case, 3, 0, DataKind.SIGNED, CPU).out
+    beside = whole(out)[~owned(out)]
+    # a number added to a NaN leaves no trace
+    assert beside.isfinite().all()
+    assert len(beside) >= 2 * 64 * out.shape[1]
 
 
 def test_of_two_slots_one_is_idle_in_every_other_step_only() -> None:

@@ -162,6 +162,30 @@ class KeepingRows(Speaking):
         return super().generate([replace(request, adapter=row) for request, row in served])
 
 
+class KeepingTheFirst(Speaking):
+    """In a batch without an adapter one row has that of the first row with one before."""
+
+    first: tuple[int, str | None] = (0, None)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        own = [(row, r.adapter) for row, r in enumerate(requests) if r.adapter is not None]
+        if own:
+            self.first = self.chosen(own)
+        elif self.first[0] < len(requests):
+            row, adapter = self.first
+            requests = list(requests)
+            requests[row] = replace(requests[row], adapter=adapter)
+        return super().generate(requests)
+
+    def chosen(self, own: Sequence[tuple[int, str | None]]) -> tuple[int, str | None]:
+        return own[0]
+
+
+class KeepingTheLast(KeepingTheFirst):
+    def chosen(self, own: Sequence[tuple[int, str | None]]) -> tuple[int, str | None]:
+        return own[-1]
+
+
 class StartingLate(Speaking):
     """Notices that there are adapters again when the first batch that has some is over."""
 
@@ -257,6 +281,8 @@ def evidence_of(world: World, kind: type[Speaking]) -> Evidence:
     [
         (WrongInTheSecondBatch, "in another order of the batch: "),
         (KeepingRows, "in a batch of base rows alone: "),
+        (KeepingTheFirst, "in a batch of base rows alone: "),
+        (KeepingTheLast, "in a batch of base rows alone: "),
         (StartingLate, "alone: "),
         (WrongAlone, "alone: "),
         (ClearingAnother, "while {} was unloaded: "),
