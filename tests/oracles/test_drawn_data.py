@@ -234,13 +234,23 @@ def test_ranks_that_an_adapter_lacks_are_dead_in_both_factors_also_all_of_an_abs
                 assert unused.isnan().all() if dead is Dead.NAN else not unused.any()
 
 
-def test_exact_deltas_of_a_narrow_slice_use_the_last_rank_of_each_adapter() -> None:
-    case = replace(CASE, slices=(2, 24), ranks=Ranks.MIXED)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"slices": (2, 24)},
+        {"site": Site.MOE_LAYER, "slices": (2, 2), "in_features": 3, "experts": 2, "top_k": 1},
+    ],
+)
+def test_exact_deltas_of_a_narrow_slice_use_the_last_rank_of_each_adapter(
+    axes: dict[str, Any],
+) -> None:
+    case = replace(CASE, ranks=Ranks.MIXED, **axes)
     for seed in SEEDS:
         pool = pool_of(case, seed, DataKind.EXACT)
-        for slot, row in enumerate(pool.ranks):
-            for part, rank in enumerate(row):
-                assert rank == 0 or pool.b[part][slot, :, rank - 1].any()
+        for own in (pool, pool.down) if pool.down is not None else (pool,):
+            for slot, row in enumerate(own.ranks):
+                for part, rank in enumerate(row):
+                    assert rank == 0 or own.b[part][slot][..., rank - 1].any()
 
 
 @pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.MOE_DELTA])

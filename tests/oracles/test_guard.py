@@ -157,6 +157,13 @@ class ForeignSlot(Careful):
         super().check_mapping(token_slots.clamp(max=self.case.slots - 1))
 
 
+class OneSlotTooMany(Careful):
+    def check_mapping(self, token_slots: Tensor) -> None:
+        self.check_strides(token_slots)
+        is_next = token_slots == self.case.slots
+        super().check_mapping(torch.where(is_next, self.case.slots - 1, token_slots))
+
+
 class NegativeSlot(Careful):
     def check_mapping(self, token_slots: Tensor) -> None:
         # the copy that follows is contiguous
@@ -272,6 +279,7 @@ def test_a_subject_that_refuses_everything_passes(case: Case, refusals: float) -
         (StridedMapping, Guard.MAPPING_STRIDES),
         (LongMapping, Guard.MAPPING_LENGTH),
         (ForeignSlot, Guard.SLOT_RANGE),
+        (OneSlotTooMany, Guard.SLOT_RANGE),
         (NegativeSlot, Guard.SLOT_RANGE),
         (HighRank, Guard.ADAPTER_RANK),
         (LastSlotByMinusOne, Guard.SLOT),
@@ -285,10 +293,13 @@ def test_bad_input_that_is_accepted_in_spite_of_a_promise_fails(
     assert judgement.where == {"guard": guard.value}
 
 
-def test_a_refused_mapping_that_was_installed_anyway_fails() -> None:
-    judgement = _judge(ForgetsTheMapping)
+@pytest.mark.parametrize(
+    "guard",
+    [Guard.MAPPING_DTYPE, Guard.MAPPING_LENGTH, Guard.MAPPING_STRIDES, Guard.SLOT_RANGE],
+)
+def test_a_refused_mapping_that_was_installed_anyway_fails(guard: Guard) -> None:
+    judgement = GuardedInput().judge(_trial(ForgetsTheMapping, CASE, guard))
     assert judgement.failure is Failure.STALE_STATE
-    assert "token_slots" in judgement.message
 
 
 def test_a_slot_that_a_refused_adapter_has_emptied_fails() -> None:
