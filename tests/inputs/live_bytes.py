@@ -57,11 +57,13 @@ LARGE = {
         Site.LORA_LINEAR, rank=1, slots=1, slices=(4096,), dtype=Dtype.FP32
     ),
     "rows of a layer": case_of(Site.LORA_LINEAR, rank=1, slots=1, tokens=3000),
-    "choices of tokens": case_of(Site.MOE_DELTA, experts=4, top_k=4, rank=1, slots=1, tokens=500),
     "adapters of experts": case_of(Site.MOE_DELTA, experts=8, top_k=2),
     "experts": case_of(Site.MOE_LAYER, experts=8, top_k=2, rank=8, router=RouterWeights.OUTPUT),
     "a vocabulary": case_of(Site.EMBEDDING, in_features=9000, slices=(256,), slots=2),
 }
+
+# most bytes are those of the output
+CHOICES = case_of(Site.MOE_DELTA, experts=4, top_k=4, rank=1, slots=1, tokens=500)
 
 # drawn in fp32, so that copies in a wider dtype are alive
 QUANTISED = replace(LARGE["experts"], quantisation=Quantisation.FP8)

@@ -14,7 +14,7 @@ from loragate.matrix.case import Case, Quantisation
 from loragate.protocol import Trial
 from loragate.run.trial import load_subject, run_trial
 
-from .live_bytes import CUT, LARGE, QUANTISED, LiveBytes
+from .live_bytes import CHOICES, CUT, LARGE, QUANTISED, LiveBytes
 
 select_interpreter()
 ORACLES = (
@@ -28,7 +28,7 @@ ORACLES = (
     OracleName.ISOLATION,
     OracleName.BATCH_INVARIANCE,
 )
-WHOLE = {**LARGE, "experts in fp8": QUANTISED}
+WHOLE = {**LARGE, "experts in fp8": QUANTISED, "choices of tokens": CHOICES}
 # those that take most for their row of the table; a GPU's kernels take long in the interpreter
 OF_CUT = (OracleName.REFERENCE, OracleName.BASE_ROWS, OracleName.SEQUENCE)
 # the largest estimates of all are theirs
