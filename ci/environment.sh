@@ -1,5 +1,5 @@
-# Sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS [ALONE]` sets
-# $python. ALONE names a file of packages that are installed without what they depend on.
+# Sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS [BARE]` sets
+# $python. BARE names a file of packages that are installed without their dependencies.
 # `run_loragate COMMAND...` runs a command of loragate.
 #
 # The environment is made on first use, and again whenever its requirements have changed. With
@@ -47,7 +47,7 @@ PYTHON
 }
 
 make_environment() {
-  local venv=$1 constraints=$2 extras=$3 stamp=$4 alone=$5 base
+  local venv=$1 constraints=$2 extras=$3 stamp=$4 bare=$5 base
   base=$(find_python)
   printf 'preparing %s with %s (a few minutes on first use)\n' "${venv#"$root"/}" "$base" >&2
   if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
@@ -58,34 +58,38 @@ make_environment() {
   (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --no-compile -c "$constraints" -e ".[$extras]") ||
     fail "pip could not install the dependencies; run the same command again to continue."
-  if [ -n "$alone" ]; then
+  if [ -n "$bare" ]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      --no-compile --no-deps -r "$alone" ||
-      fail "pip could not install what $alone names; run the same command again to continue."
+      --no-compile --no-deps -r "$bare" ||
+      fail "pip could not install what $bare names; run the same command again to continue."
   fi
   printf '%s\n' "$stamp" >"$venv/loragate-stamp"
 }
 
 use_environment() {
-  local venv=$root/$1 constraints=$root/$2 extras=$3 alone=${4:+$root/$4} stamp
+  local venv=$root/$1 constraints=$root/$2 extras=$3 bare=${4:+$root/$4} stamp
   if [ -n "${LORAGATE_PYTHON:-}" ]; then
     use_existing_python
     return
   fi
   python=$venv/bin/python
   # the path counts too: an editable install points to it
-  stamp=$({ cat "$root/pyproject.toml" "$constraints" ${alone:+"$alone"} && printf '%s %s\n' "$extras" "$root"; } | cksum)
+  stamp=$({
+    cat "$root/pyproject.toml" "$constraints" ${bare:+"$bare"} &&
+      printf '%s %s\n' "$extras" "$root"
+  } | cksum)
   if [ "$(cat "$venv/loragate-stamp" 2>/dev/null)" != "$stamp" ] || ! is_new_enough "$python"; then
-    make_environment "$venv" "$constraints" "$extras" "$stamp" "$alone"
+    make_environment "$venv" "$constraints" "$extras" "$stamp" "$bare"
   fi
 }
 
-# vLLM with the torch that it pins; without a GPU its sources beside the project's torch.
+# Chooses vLLM with the torch that it pins or, without a GPU, vLLM without its dependencies beside
+# the project's torch: the interpreter needs no more.
 use_vllm() {
   if nvidia-smi -L >/dev/null 2>&1; then
     use_environment .venv-vllm ci/constraints-vllm.txt test,vllm
   else
-    use_environment .venv-vllm ci/constraints.txt test ci/vllm-without-gpu.txt
+    use_environment .venv-vllm-without-gpu ci/constraints.txt test ci/vllm-without-gpu.txt
   fi
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-# where the storages of `far` tensors begin
-_FAR: set[int] = set()
+# by their addresses. They are kept, so that nothing else comes to their places
+_FAR: dict[int, torch.UntypedStorage] = {}
 
 
 class FarTensor(Tensor):
@@ -21,9 +21,10 @@ class FarTensor(Tensor):
 
 
 def far(tensor: Tensor) -> Tensor:
-    """A view of `tensor` that says that its memory is not on the host, while `copied_memory` is
-    in use."""
-    _FAR.add(tensor.untyped_storage().data_ptr())
+    """A view of `tensor` that says that its memory is not on the host. A test that asks for it
+    needs `copied_memory`, which forgets it afterwards."""
+    storage = tensor.untyped_storage()
+    _FAR[storage.data_ptr()] = storage
     return tensor.as_subclass(FarTensor)
 
 

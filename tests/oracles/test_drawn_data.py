@@ -225,12 +225,14 @@ def test_ranks_that_an_adapter_lacks_are_dead_in_both_factors_also_all_of_an_abs
     case = replace(CASE, site=site, ranks=Ranks.MIXED, slices=(24, 24), experts=2, top_k=1)
     pool = make_pool(case, 3, DataKind.SIGNED, CPU, capabilities(), dead=dead)
     assert any(0 in row for row in pool.ranks)
-    for slot, row in enumerate(pool.ranks):
+    pools = [each for each in (pool, pool.down) if each is not None]
+    found = [(own, slot, row) for own in pools for slot, row in enumerate(own.ranks)]
+    for own, slot, row in found:
         for part, rank in enumerate(row):
-            for ranks in (pool.a[slot][..., part, :, :].mT, pool.b[part][slot]):
-                own, unused = ranks[..., :rank], ranks[..., rank:]
-                assert own.isfinite().all()
-                assert rank == 0 or own.any()
+            for ranks in (own.a[slot][..., part, :, :].mT, own.b[part][slot]):
+                used, unused = ranks[..., :rank], ranks[..., rank:]
+                assert used.isfinite().all()
+                assert rank == 0 or used.any()
                 assert unused.isnan().all() if dead is Dead.NAN else not unused.any()
 
 
@@ -259,8 +261,8 @@ def test_an_output_that_is_added_to_lies_between_numbers_and_not_between_nans(si
     out = make_batch(case, 3, 0, DataKind.SIGNED, CPU).out
     beside = whole(out)[~owned(out)]
     # a number added to a NaN leaves no trace
+    assert len(beside) > 0
     assert beside.isfinite().all()
-    assert len(beside) >= 2 * 64 * out.shape[1]
 
 
 def test_of_two_slots_one_is_idle_in_every_other_step_only() -> None:

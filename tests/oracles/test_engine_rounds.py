@@ -163,7 +163,7 @@ class KeepingRows(Speaking):
 
 
 class KeepingTheFirst(Speaking):
-    """In a batch without an adapter one row has that of the first row with one before."""
+    """A batch without adapters keeps one of the batch before: that of its first row with one."""
 
     first: tuple[int, str | None] = (0, None)
 

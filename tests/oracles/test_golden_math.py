@@ -202,7 +202,7 @@ def test_an_empty_batch_is_one_empty_chunk(make_trial: Callable[..., Trial]) -> 
     assert [len(piece.x) for _, piece in chunks(empty)] == [0]
 
 
-def test_squared_terms_count_none_of_the_first_product_as_smaller_than_the_smallest(
+def test_squared_terms_count_each_element_of_the_first_product_as_at_least_the_smallest(
     make_trial: Callable[..., Trial],
 ) -> None:
     pool, batch, _ = data(make_trial(ranks=Ranks.FULL, slots=1, mix=Mix.SINGLE, tokens=3))

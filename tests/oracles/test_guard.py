@@ -300,6 +300,7 @@ def test_bad_input_that_is_accepted_in_spite_of_a_promise_fails(
 def test_a_refused_mapping_that_was_installed_anyway_fails(guard: Guard) -> None:
     judgement = GuardedInput().judge(_trial(ForgetsTheMapping, CASE, guard))
     assert judgement.failure is Failure.STALE_STATE
+    assert "token_slots" in judgement.message or "a row of slot" in judgement.message
 
 
 def test_a_slot_that_a_refused_adapter_has_emptied_fails() -> None:

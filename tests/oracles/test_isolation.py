@@ -123,8 +123,8 @@ class NeverLoadedTimesZero(Stacked):
 class FromOneSlot(Stacked):
     """One slot is computed for every row and multiplied by zero, with an adapter or without."""
 
+    # the slot that is read: while it has an adapter, or when that has left it
     reached: int
-    # or of those that have left their slots
     resident: bool
 
     def __init__(self, case: Case) -> None:

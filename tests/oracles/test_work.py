@@ -84,7 +84,7 @@ class OneMoreInTheSecondTile(ByLiveRows):
         return rows + (rows > 128)
 
 
-class OneMoreBesideABase(OneMoreInTheSecondTile):
+class OneMoreBesideConstantWork(OneMoreInTheSecondTile):
     """A step has work of its own, also without adapters."""
 
     def amount(self) -> int:
@@ -131,7 +131,7 @@ def test_nothing_is_counted_afterwards() -> None:
         (BySlotNumbers, {"mix": Mix.RAGGED}, "in place of"),
         (BySquare, {"tokens": 260}, "growth in proportion"),
         (OneMoreInTheSecondTile, {"tokens": 260}, "growth in proportion"),
-        (OneMoreBesideABase, {"tokens": 260}, "growth in proportion"),
+        (OneMoreBesideConstantWork, {"tokens": 260}, "growth in proportion"),
     ],
 )
 def test_work_that_does_not_follow_from_the_tiles_fails(

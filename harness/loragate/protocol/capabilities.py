@@ -139,7 +139,8 @@ class Capabilities:
     streams_from: Callable[[Any], AbstractContextManager[object]] | None = None
     # kernels that load the addresses which they use: by the names of the kernel and of the argument
     # that holds the addresses, a function of the instance and of that argument which returns all
-    # tensors behind it. What a kernel does without this declaration is not judged for races
+    # tensors behind it. What a kernel does without this declaration is not judged for races. The
+    # argument may also be the first of several tensors in one memory, a slot or a slice
     pointer_tables: Mapping[tuple[str, str], Callable[[Any, Tensor], Sequence[Tensor]]] = field(
         default_factory=dict
     )

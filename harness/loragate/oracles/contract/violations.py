@@ -141,7 +141,7 @@ def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[V
     def violation(guard: Guard, what: str, given: str, mapping: Tensor) -> Violation:
         return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
 
-    # rows that are kept although they are refused change every row that has an adapter
+    # base rows alone: where they are kept although they are refused, no row has its adapter
     base = torch.full_like(good, BASE_ROW)
     yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", base.long())
     given = str(case.max_tokens + 1)

@@ -15,17 +15,19 @@ from torch import Tensor
 from loragate.subjects.vllm_lorakernels.deltas import LinearDelta
 
 
-def _a(instance: Any, first: Tensor) -> Sequence[Tensor]:
-    is_delta = isinstance(instance, LinearDelta)
-    return list(instance.a if is_delta else instance.layer.lora_a_stacked)
-
-
-def _b(instance: Any, first: Tensor) -> Sequence[Tensor]:
-    is_delta = isinstance(instance, LinearDelta)
-    return list(instance.b if is_delta else instance.layer.lora_b_stacked)
+def _stacks(instance: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """A and B of all slices."""
+    if isinstance(instance, LinearDelta):
+        return instance.a, instance.b
+    return instance.layer.lora_a_stacked, instance.layer.lora_b_stacked
 
 
 # by the names of a kernel and of its argument
 FIRST_SLICES: Mapping[tuple[str, str], Callable[[Any, Tensor], Sequence[Tensor]]] = (
-    MappingProxyType({("lora_shrink_kernel", "a_ptr"): _a, ("lora_expand_kernel", "b_ptr"): _b})
+    MappingProxyType(
+        {
+            ("lora_shrink_kernel", "a_ptr"): lambda instance, first: _stacks(instance)[0],
+            ("lora_expand_kernel", "b_ptr"): lambda instance, first: _stacks(instance)[1],
+        }
+    )
 )
