@@ -103,8 +103,8 @@ class ReachesOtherAdapters(ActiveTimesZero):
         return out
 
 
-class NeverLoadedTimesZero(Stacked):
-    """A slot that never had an adapter is computed as well, and multiplied by zero."""
+class Noting(Stacked):
+    """Knows which slots have been loaded."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -113,6 +113,10 @@ class NeverLoadedTimesZero(Stacked):
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
         self.loaded.add(slot)
+
+
+class NeverLoadedTimesZero(Noting):
+    """A slot that never had an adapter is computed as well, and multiplied by zero."""
 
     def delta(self, x: Tensor, slot: int) -> Tensor:
         others = set(range(len(self.a))) - self.loaded
@@ -120,20 +124,12 @@ class NeverLoadedTimesZero(Stacked):
         return torch.stack([super().delta(x, slot), *unwanted]).sum(0)
 
 
-class FromOneSlot(Stacked):
+class FromOneSlot(Noting):
     """One slot is computed for every row and multiplied by zero, with an adapter or without."""
 
     # the slot that is read: while it has an adapter, or when that has left it
     reached: int
     resident: bool
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.loaded = set[int]()
-
-    def load(self, slot: int, pool: Pool) -> None:
-        super().load(slot, pool)
-        self.loaded.add(slot)
 
     def unload(self, slot: int) -> None:
         if self.resident or slot != self.reached:
