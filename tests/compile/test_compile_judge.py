@@ -105,11 +105,20 @@ def test_a_kernel_that_does_not_compile_any_more_fails_although_it_is_on_record(
     assert result.resources is None
 
 
-def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
-    huge = replace(BEFORE, shared_bytes=232449)
-    result = _judge(huge, record=Record("3.7.1", {KEY: huge}))
-    assert result.verdict is Verdict.FAIL
-    assert "232449 bytes of shared memory, sm_90 allows a block at most 232448" in result.message
+# what a block may ask for, by NVIDIA's tables of compute capabilities 8.0, 9.0 and 10.0
+@pytest.mark.parametrize(("arch", "kibibytes"), [("sm_80", 163), ("sm_90", 227), ("sm_100", 227)])
+def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded(
+    arch: str, kibibytes: int
+) -> None:
+    limit = kibibytes * 1024
+    for needed, verdict in ((limit, Verdict.PASS), (limit + 1, Verdict.FAIL)):
+        resources = replace(BEFORE, shared_bytes=needed)
+        record = Record("3.7.1", {(arch, *KEY[1:]): resources})
+        item = replace(_compiled(resources), arch=arch)
+        result = judge(item, record, subject="toy", triton="3.7.1")
+        assert result.verdict is verdict
+    said = f"needs {limit + 1} bytes of shared memory, {arch} allows a block at most {limit}"
+    assert result.message == said
 
 
 def test_a_kernel_without_a_record_leaves_the_gate_incomplete() -> None:
