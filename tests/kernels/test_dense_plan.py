@@ -19,7 +19,7 @@ from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.launching import noted_launches
-from lorakernels.runtime.tuning import DEFAULT, with_one_plan
+from lorakernels.runtime.tuning import DEFAULT, HOPPER, UNMEASURED, with_one_plan
 
 ROWS = (1, 16, 129, 255, 256, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
 RANKS = (1, 8, 16, 24, 33, 64, 65, 96, 128, 129, 200, 256, 257, 512)
@@ -170,10 +170,14 @@ def test_few_rows_have_as_many_partials_as_the_expand_reads_in_the_time_that_the
         (8192, (1024,), 64, (64, 8, 4)),
         (2048, (4096, 1024, 1024), 128, (64, 8, 4)),
         (4000, (4096,), 128, (64, 16, 4)),
-        # of a wide one as many programs as run at once have all columns, up to 12 blocks each
+        # where blocks of 128 columns are many, as many programs as run at once have all of them, up
+        # to 12 blocks each
         (3000, (8200,), 64, (128, 6, 4)),
-        (2048, (8450,), 64, (128, 5, 4)),
+        (2793, (8192, 1024, 1024), 64, (128, 7, 4)),
         (2048, (12288, 12288), 64, (128, 12, 4)),
+        (2816, (9216,), 64, (128, 6, 4)),
+        (2752, (9216,), 64, (64, 16, 4)),
+        (3133, (5120, 1024, 1024), 32, (64, 16, 4)),
     ],
 )
 def test_programs_of_a_prefill_have_more_columns_the_more_work_there_is(
@@ -181,6 +185,38 @@ def test_programs_of_a_prefill_have_more_columns_the_more_work_there_is(
 ):
     plan = plan_expand(DenseShape(rows, 4096, widths, rank, 2))
     assert (plan.block_n, plan.group, plan.num_warps) == columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "rank", "columns"),
+    [
+        # three turns of all multiprocessors, and one of most of them
+        (3409, (14336, 14336), 128, (128, 128, 16, 8)),
+        (2867, (8192,), 65, (128, 128, 16, 8)),
+        # some programs more than multiprocessors, and too few programs
+        (4091, (8192,), 128, (64, 64, 16, 4)),
+        (2741, (4096,), 128, (64, 64, 8, 4)),
+        # of more ranks or fewer
+        (3409, (14336, 14336), 129, (64, 64, 16, 8)),
+        (3409, (14336, 14336), 64, (64, 128, 12, 4)),
+    ],
+)
+def test_blocks_of_whole_tiles_are_taken_where_their_programs_keep_a_hopper_gpu_busy(
+    rows, widths, rank, columns
+):
+    plan = plan_expand(DenseShape(rows, 4096, widths, rank, 2, HOPPER))
+    assert (plan.block_m, plan.block_n, plan.group, plan.num_warps) == columns
+
+
+def test_blocks_of_whole_tiles_are_left_to_gpus_with_the_memory_for_them():
+    shape = DenseShape(3409, 4096, (14336, 14336), 128, 2, HOPPER)
+    # three stages of a block of the output and one of B, and the ranks of a tile
+    needed = 2 * (3 * (128 * 128 + 128 * 128) + 128 * 128)
+    for shared_bytes, rows in ((needed, 128), (needed - 1, 64)):
+        dense = replace(HOPPER.dense, shared_bytes=shared_bytes)
+        plan = plan_expand(replace(shape, tuning=replace(HOPPER, dense=dense)))
+        assert plan.block_m == rows
+    assert plan_expand(replace(shape, tuning=UNMEASURED)).block_m == 64
 
 
 # the registers of a multiprocessor, and the threads of a warp

@@ -11,7 +11,7 @@ import torch
 from lorakernels.dense.plan import plan_shrink
 from lorakernels.dense.shape import DenseShape
 from lorakernels.runtime import tuning
-from lorakernels.runtime.tuning import DEFAULT, HOPPER, tuning_of, tuning_of_family
+from lorakernels.runtime.tuning import DEFAULT, HOPPER, UNMEASURED, tuning_of, tuning_of_family
 
 # a table that no device has by default
 OTHER = replace(DEFAULT, dense=replace(DEFAULT.dense, programs=1))
@@ -22,10 +22,13 @@ def test_a_hopper_gpu_gets_what_was_measured_on_one() -> None:
 
 
 @pytest.mark.parametrize("family", [7, 8, 10, 12])
-def test_an_unknown_gpu_gets_the_default(monkeypatch: pytest.MonkeyPatch, family: int) -> None:
+def test_an_unknown_gpu_gets_the_plans_of_one_with_less_memory(
+    monkeypatch: pytest.MonkeyPatch, family: int
+) -> None:
     # a table for another family must not reach it
     monkeypatch.setattr(tuning, "FAMILIES", MappingProxyType({9: OTHER}))
-    assert tuning_of_family(family) is DEFAULT
+    assert tuning_of_family(family) is UNMEASURED
+    assert UNMEASURED.dense.shared_bytes < HOPPER.dense.shared_bytes
 
 
 def test_a_family_with_a_table_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:

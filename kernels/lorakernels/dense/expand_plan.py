@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from lorakernels.common.sizes import power_of_2, remembered
 from lorakernels.dense.few_rows import best_columns
 from lorakernels.dense.one_wave import FEW_RANKS, best_group
-from lorakernels.dense.prefill import cheapest_group, group_of_a_wave
+from lorakernels.dense.prefill import (
+    BYTES_OF_TALL_BLOCKS,
+    STAGES,
+    Blocks,
+    small_blocks,
+    tall_blocks,
+    wide_blocks,
+)
 from lorakernels.dense.registers import registers_of_expand
 from lorakernels.dense.shape import MODERATE_RANKS, DenseShape
 
@@ -54,12 +61,21 @@ def _plan_expand(shape: DenseShape) -> ExpandPlan:
 
 
 def _expand_of_prefill(shape: DenseShape, block_r: int) -> ExpandPlan:
-    widths, parts, tuning = shape.slice_widths, -(-shape.num_rows // 64), shape.tuning.dense
-    if shape.rank > MODERATE_RANKS or not shape.is_wide:
-        group = cheapest_group(widths, parts, tuning.multiprocessors)
-        return ExpandPlan(64, 64, block_r, group, 4 if block_r <= 128 else 8, 3)
-    group = group_of_a_wave(widths, parts, 128, tuning.programs)
-    return ExpandPlan(64, 128, block_r, min(12, group), 4, 3)
+    blocks = _large_blocks(shape, block_r)
+    if blocks is None:
+        multiprocessors, num_warps = shape.tuning.dense.multiprocessors, 4 if block_r <= 128 else 8
+        blocks = small_blocks(shape.slice_widths, shape.num_rows, multiprocessors, num_warps)
+    sizes = blocks.rows, blocks.columns, block_r, blocks.group
+    return ExpandPlan(*sizes, blocks.num_warps, STAGES)
+
+
+def _large_blocks(shape: DenseShape, block_r: int) -> Blocks | None:
+    tuning, widths = shape.tuning.dense, shape.slice_widths
+    if shape.rank <= MODERATE_RANKS:
+        return wide_blocks(widths, shape.num_rows, tuning.programs)
+    if block_r <= 128 and tuning.shared_bytes >= BYTES_OF_TALL_BLOCKS:
+        return tall_blocks(widths, shape.usual_tiles, tuning.multiprocessors)
+    return None
 
 
 def _expand_of_few_rows(shape: DenseShape, block_r: int) -> ExpandPlan:

@@ -147,7 +147,7 @@ def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
     programs = shape.usual_tiles * -(-ranks // n)
     if 8 * programs <= 7 * shape.tuning.dense.multiprocessors:
         # many thin stages hide more latency in less shared memory than few thick ones
-        return _ShrinkBlock(n, 64, 8, 5 if n == 64 else 4, resident=1)
+        return _ShrinkBlock(n, 64, 8, 5, resident=1)
     # close to a wave of such programs, a few tiles more would take as long as a second one
     return _ShrinkBlock(n, 64, 4, 4 if n == 64 else 3, resident=2)
 

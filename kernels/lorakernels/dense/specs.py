@@ -25,6 +25,7 @@ from lorakernels.dense.ops import shape_of_batch
 from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.dense.sizes import plan_shrunk, stored_delta
 from lorakernels.dense.weights import SlotWeights
+from lorakernels.runtime.tuning import Tuning, tuning_of_family
 
 _SLOTS = 4
 
@@ -70,6 +71,8 @@ def _problems() -> Iterator[Problem]:
     for tokens in (1, 2048):
         yield Problem(f"{name}-bf16-r512-t{tokens}", in_features, widths, tokens, 512)
     yield Problem("gate-up-bf16-r64-t256", 4096, (12288, 12288), 256, 64)
+    # blocks that ask for most of the shared memory of a multiprocessor, where it is as large
+    yield Problem("gate-up-bf16-r128-t2048", 4096, (12288, 12288), 2048, 128)
     yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
     for rank, tokens in ((512, 1), (128, 512), (64, 2048), (256, 2048)):
         label = f"qkv-fp16-r{rank}-t{tokens}"
@@ -99,8 +102,9 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     for slots, tokens in ((_SLOTS, 1), (64, 512), (_SLOTS, 8192)):
         yield f"prepare-s{slots}-t{tokens}", partial(_prepare, tokens, slots)
     pdl = compute_capability >= 90
+    tuning = tuning_of_family(compute_capability // 10)
     for problem in _problems():
-        yield problem.label, partial(_delta, problem, pdl=pdl)
+        yield problem.label, partial(_delta, problem, tuning, pdl=pdl)
     for tokens, rank, dtype in ((1, 16, torch.int64), (2048, 64, torch.int32)):
         label = f"embedding-r{rank}-t{tokens}"
         yield label, partial(_embedding, tokens, rank, dtype, pdl=pdl)
@@ -114,7 +118,7 @@ def _prepare(tokens: int, slots: int) -> None:
     metadata.prepare(torch.empty(tokens, dtype=torch.int32, device="meta"))
 
 
-def _delta(problem: Problem, *, pdl: bool) -> None:
+def _delta(problem: Problem, tuning: Tuning, *, pdl: bool) -> None:
     weights = SlotWeights(
         num_slots=_SLOTS,
         slice_widths=problem.slice_widths,
@@ -127,7 +131,7 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     x = _rows(problem, problem.in_features)
     out = _rows(problem, weights.out_features)
     shape, tiles = shape_of_batch(problem.tokens, weights), TileTables.of(metadata)
-    shape = replace(shape, beside=problem.beside or problem.stored)
+    shape = replace(shape, tuning=tuning, beside=problem.beside or problem.stored)
     shrunk = torch.empty(plan_shrunk(shape, _SLOTS), device="meta")
     launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl and not shape.beside)
     operands = (shrunk, weights.tensors, shape, tiles)

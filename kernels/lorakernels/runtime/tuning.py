@@ -31,6 +31,8 @@ class DenseTuning:
     # programs that fill the device: more of them hide no more latency
     programs: int
     multiprocessors: int
+    # of shared memory, the most that a program may have
+    shared_bytes: int
     # programs that the tile axis has beyond full tiles: most batches have few partial tiles, and
     # the stride loop takes the rest
     partial_tiles: int
@@ -161,6 +163,7 @@ HOPPER = Tuning(
         prefill_height=128,
         programs=528,
         multiprocessors=132,
+        shared_bytes=227 << 10,
         partial_tiles=8,
         deep=8192,
         wide=8192,
@@ -211,9 +214,10 @@ HOPPER = Tuning(
     ),
 )
 
-# what every other device gets until it has been measured: other GPUs, the interpreter on a CPU,
-# and tensors without data
+# what the interpreter on a CPU gets, and tensors without data
 DEFAULT = HOPPER
+# what every other GPU gets until its family has been measured: an A100 has less shared memory
+UNMEASURED = replace(HOPPER, dense=replace(HOPPER.dense, shared_bytes=163 << 10))
 
 # between decode and prefill, of which neither gets the plan of the other; not measured
 _PLANNED_ROWS = 128
@@ -224,7 +228,7 @@ FAMILIES: Mapping[int, Tuning] = MappingProxyType({9: HOPPER})
 
 
 def tuning_of(device: torch.device) -> Tuning:
-    """The constants for a device; DEFAULT for a family that has not been measured. With
+    """The constants for a device; UNMEASURED for a GPU of a family that has not been measured. With
     LORAKERNELS_BATCH_INVARIANT=1 all batches take one plan."""
     tuning = tuning_of_family(_family(device))
     return with_one_plan(tuning) if batch_invariant() else tuning
@@ -232,7 +236,7 @@ def tuning_of(device: torch.device) -> Tuning:
 
 def tuning_of_family(family: int | None) -> Tuning:
     """`family` is the major number of the compute capability, None without a GPU."""
-    return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
+    return DEFAULT if family is None else FAMILIES.get(family, UNMEASURED)
 
 
 @cache

@@ -107,8 +107,8 @@ FAULTS = (
     ),
     _expand_plan(
         "columns-stream-by-half-of-the-ranks",
-        "return ExpandPlan(64, 64, block_r, group, ",
-        "return ExpandPlan(64, 64, min(128, block_r), group, ",
+        "sizes = blocks.rows, blocks.columns, block_r, blocks.group",
+        "sizes = blocks.rows, blocks.columns, min(128, block_r), blocks.group",
         source="own",
         why="A block of ranks that is kept on chip while columns stream by is too short for them.",
     ),
