@@ -86,6 +86,20 @@ def test_a_mapping_that_is_read_when_the_device_gets_to_it_fails(
         assert "pageable buffer" in judgement.message
 
 
+# the next step's mapping in the same buffer is no other one
+@pytest.mark.parametrize(("mix", "slots"), [(Mix.SINGLE, 1), (Mix.ALL_BASE, 1), (Mix.ALL_BASE, 4)])
+@pytest.mark.parametrize("tokens", [1, 24])
+def test_a_late_read_fails_also_where_all_steps_have_the_same_mapping(
+    mix: Mix, slots: int, tokens: int, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(3):
+        fields = {"mix": mix, "slots": slots, "tokens": tokens}
+        judgement = ORACLE.judge(make_trial(ReadsTheBufferLate, seed, **fields))
+        assert judgement.failure is Failure.LATE_READ, judgement
+        judgement = ORACLE.judge(make_trial(CopiesAtOnce, seed, **fields))
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
 def test_a_mapping_that_is_copied_at_once_passes(make_trial: Callable[..., Trial]) -> None:
     for seed in range(10):
         judgement = ORACLE.judge(make_trial(CopiesAtOnce, seed, mix=Mix.SHUFFLED))
