@@ -277,6 +277,27 @@ def test_what_the_caller_of_a_kernel_swallows_is_raised_at_the_end() -> None:
         copy_kernel[(1,)](source, target, 9, 8, 16)
 
 
+@pytest.mark.parametrize(
+    ("own", "raised"),
+    [
+        (RuntimeError("the kernel failed"), OutOfBounds),
+        (AssertionError("another result"), OutOfBounds),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=lambda one: (one if isinstance(one, type) else type(one)).__name__,
+)
+def test_no_error_but_the_end_of_the_process_hides_an_access_outside(
+    own: BaseException, raised: type[BaseException]
+) -> None:
+    def fails() -> None:
+        with suppress(Exception):
+            copy_kernel[(1,)](*room(), 9, 8, 16)
+        raise own
+
+    with pytest.raises(raised), watched_launches():
+        fails()
+
+
 def test_without_triton_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loragate.execution.watched_launches.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
@@ -302,13 +323,21 @@ class FallsBack(ReadsTooFar):
             super().read()
 
 
+class SaysThatItFailed(ReadsTooFar):
+    def read(self) -> None:
+        try:
+            super().read()
+        except Exception as error:
+            raise RuntimeError("the launch failed") from error
+
+
 def judged(trial: Trial, oracle: OracleName) -> Judgement:
     shape = {"tokens": 6, "in_features": 8, "slices": (8,), "rank": 2, "slots": 3}
     case = replace(trial.case, dtype=Dtype.FP32, **shape)
     return judge_with(ORACLES[oracle], replace(trial, case=case))
 
 
-@pytest.mark.parametrize("subject", [ReadsTooFar, FallsBack])
+@pytest.mark.parametrize("subject", [ReadsTooFar, FallsBack, SaysThatItFailed])
 @pytest.mark.parametrize(
     "oracle",
     [
