@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -16,6 +17,13 @@ def test_a_token_is_right_a_near_tie_or_a_defect() -> None:
     assert token_verdict(0.26, 0.25) is TokenVerdict.DEFECT
     # without noise every other token is a defect
     assert token_verdict(1e-9, 0.0) is TokenVerdict.DEFECT
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise"), [(math.nan, 0.25), (0.1, math.nan), (math.nan, math.nan), (math.inf, 0.25)]
+)
+def test_a_token_that_cannot_be_compared_is_a_defect(gap: float, noise: float) -> None:
+    assert token_verdict(gap, noise) is TokenVerdict.DEFECT
 
 
 def test_a_ratio_counts_equal_texts_and_has_the_exact_interval() -> None:
