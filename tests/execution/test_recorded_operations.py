@@ -135,6 +135,24 @@ def test_beside_a_device_the_host_does_all_that_has_no_tensor_of_the_device() ->
     assert conflicts(recorder.trace()) == []
 
 
+def test_what_names_no_stream_belongs_to_the_current_one() -> None:
+    y = torch.zeros(4)
+    with recording() as recorder:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            with torch.cuda.stream(None):
+                assert torch.cuda.current_stream() is side
+                y.add_(1)
+                event = torch.cuda.Event()
+                event.record()
+                event.wait()
+            y.add_(1)
+        with torch.cuda.stream(None):
+            y.add_(1)
+    operations = [op for op in recorder.trace().operations if not isinstance(op, (Free, Sync))]
+    assert [op.stream for op in operations] == [side.number] * 4 + [0]
+
+
 def test_memory_is_free_when_nothing_holds_it_and_after_the_streams_that_record_it() -> None:
     with recording() as recorder:
         side = torch.cuda.Stream()
