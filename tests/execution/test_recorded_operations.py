@@ -226,10 +226,12 @@ def test_a_launch_of_a_graph_does_its_work_again_but_not_what_the_host_did() -> 
     assert recorder.graphs.host_waited(waits.number)
 
 
-def test_a_graph_keeps_its_memory_and_not_that_of_others() -> None:
-    out = torch.zeros(4)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_graph_keeps_its_memory_and_not_that_of_others(is_known: bool) -> None:
+    x, out = torch.ones(4), torch.zeros(4)
     with recording() as recorder:
-        x = torch.ones(4)
+        if is_known:
+            x = torch.ones(4)
         graph = captured(x, out)
         graph.replay()
         assert conflicts(recorder.trace()) == []
