@@ -272,6 +272,30 @@ def test_a_launch_accesses_exactly_the_bytes_of_its_programs() -> None:
 
 
 @triton.jit
+def copy_behind(sizes_ptr, table_ptr, address, out_ptr):  # type: ignore[no-untyped-def]
+    behind = tl.load(table_ptr + 1).to(tl.pointer_type(tl.float32))
+    tl.store(out_ptr, tl.load(behind) + tl.load(sizes_ptr))
+    tl.store(out_ptr + 1, tl.load(address.to(tl.pointer_type(tl.float32))))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@pytest.mark.parametrize("known", ["", "table_ptr", "address"])
+def test_memory_that_is_not_known_is_told_by_the_argument_with_its_address(
+    known: str, dtype: torch.dtype
+) -> None:
+    behind, given, out = torch.ones(2), torch.ones(1), torch.zeros(2)
+    addresses = {"table_ptr": behind.data_ptr() + 4, "address": given.data_ptr()}
+    table = torch.tensor([0, addresses["table_ptr"]], dtype=torch.int64).to(dtype)
+    with recording() as recorder:
+        if known:
+            recorder.name({"known": behind if known == "table_ptr" else given})
+        copy_behind[(1,)](torch.tensor([3, 5]), table, addresses["address"], out)
+    assert out.tolist() == [4, 1]
+    assert recorder.unknown == {"copy_behind": {*addresses} - {known}}
+
+
+@triton.jit
 def fill_rows(out_ptr, count_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     rows = tl.arange(0, WIDTH)
     count = tl.load(count_ptr)
