@@ -164,6 +164,15 @@ class Strange(TorchSubject):
     def name(self):
         raise OSError("unnamed")
 
+class Ends:
+    def __init__(self):
+        raise SystemExit(0)
+
+class EndsLater(TorchSubject):
+    @property
+    def name(self):
+        raise SystemExit("unnamed")
+
 def needs(path, *, rank, dtype=None): ...
 
 def gives_a_number(*anything, **more): return 3
@@ -201,6 +210,8 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
         ("made", "made is an object of type TorchSubject; allowed: a class or a function"),
         ("Raises", "Raises() raised KeyError: 'no weights' ({file}:9)"),
         ("Strange", "Strange() raised OSError: unnamed ({file}:14)"),
+        ("Ends", "Ends() raised SystemExit: 0 ({file}:18)"),
+        ("EndsLater", "EndsLater() raised SystemExit: unnamed ({file}:23)"),
     ],
 )
 def test_what_is_no_subject_is_refused_in_one_line(
