@@ -324,6 +324,22 @@ def test_an_error_that_becomes_a_system_error_on_its_way_stays_the_subjects(
     assert judge_with(oracle, trial_of(Masked, CPU)).failure is Failure.HARNESS
 
 
+def test_a_system_error_stands_for_the_last_error_of_the_subject_and_for_no_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def judge(trial: Trial) -> Judgement:
+        for message in ("provoked", "refused", "not permitted"):
+            with pytest.raises(RuntimeError, match=message), subject_code():
+                raise RuntimeError(message)
+        raise SystemError("error return without exception set")
+
+    oracle = ORACLES[OracleName.GRAPH]
+    monkeypatch.setattr(oracle, "judge", judge)
+    judgement = judge_with(oracle, trial_of(Masked, CPU))
+    assert judgement.failure is Failure.EXCEPTION
+    assert judgement.message.startswith("RuntimeError: not permitted")
+
+
 class EndOfTests(BaseException):
     """What ends a run of tests, as a time limit does."""
 
