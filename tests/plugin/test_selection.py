@@ -94,6 +94,17 @@ def test_a_tier_takes_the_cases_of_lower_tiers_too():
     assert len(select_runs(selection(tier=Tier.PREMERGE), CASES)) == 6
 
 
+def test_a_shard_may_have_as_many_runs_as_a_whole_selection():
+    subjects = tuple(f"s{number}" for number in range(1000))
+    whole = selection(subjects=subjects, repeats=2501)
+    with pytest.raises(SelectionError, match="2000 cases with 1 draw and 2501 repeats are 5002000"):
+        select_runs(whole, CASES)
+    runs = select_runs(replace(whole, shard=Shard(index=1, count=1000)), CASES)
+    assert (len({run.run_id for run in runs}), len(runs)) == (2, 2 * 2501)
+    with pytest.raises(SelectionError, match="1000 cases with 1 draw and 5001 repeats are 5001000"):
+        select_runs(replace(whole, repeats=5001, shard=Shard(index=1, count=2)), CASES)
+
+
 def test_patterns_select_by_subject_or_axis():
     runs = select_runs(selection(patterns=("b.*tokens-6",)), CASES)
     assert [(run.subject, run.case.tokens) for run in runs] == [("b", 6)]
