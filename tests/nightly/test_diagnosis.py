@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, repeat
+from math import comb
 from random import Random
 
 import pytest
@@ -23,7 +24,15 @@ from loragate.nightly.conditions import (
 )
 from loragate.nightly.diagnosis import diagnose
 from loragate.nightly.replays import replay_of_diagnosis
-from loragate.nightly.suspects import ALONE, Cell, Sighting, Suspect, TimeSpentError
+from loragate.nightly.suspects import (
+    ALONE,
+    LOOKS,
+    Cell,
+    Sighting,
+    Suspect,
+    TimeSpentError,
+    is_more_often,
+)
 
 Shows = Callable[[Cell], str]
 
@@ -168,6 +177,22 @@ def test_a_flake_that_nothing_changes_is_hardly_ever_blamed_on_anything(
     known = causes[Cause.RUN_TO_RUN] + causes[Cause.UNKNOWN]
     assert sum(causes.values()) - known <= 0.05 * 200
     assert causes[Cause.RUN_TO_RUN] >= 0.9 * 200
+
+
+@pytest.mark.parametrize("comparisons", [1, 4, 8])
+def test_all_looks_of_all_comparisons_of_a_diagnosis_share_an_error_of_one_percent(
+    comparisons: int,
+) -> None:
+    def error_of(look: int) -> float:
+        """The chance that the fewest changes that count all fall into one half of equal trials."""
+        fewest = next(
+            changed
+            for changed in range(look + 1)
+            if is_more_often(changed, look, plain=look, comparisons=comparisons)
+        )
+        return comb(look, fewest) / comb(2 * look, fewest)
+
+    assert comparisons * sum(map(error_of, LOOKS)) <= 0.01
 
 
 def test_a_change_that_may_be_chance_is_told_and_blamed_on_nothing() -> None:
