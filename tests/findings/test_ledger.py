@@ -286,11 +286,16 @@ def test_an_entry_needs_a_way_to_reproduce_it(tmp_path: Path) -> None:
         load_ledger(file)
 
 
-def test_an_entry_names_only_cases_of_its_own_subject(tmp_path: Path) -> None:
-    case = "    case: {run: '*', oracle: reference, failure: hang}\n"
+@pytest.mark.parametrize(
+    "pattern", ["*", "vllm*", "vllm?dense_delta", "vllm_lorakernels.*", "dense_delta.vllm.*"]
+)
+def test_an_entry_names_only_cases_of_its_own_subject(tmp_path: Path, pattern: str) -> None:
+    case = f"    case: {{run: '{pattern}', oracle: reference, failure: hang}}\n"
     file = write(tmp_path, GOOD.replace("    probe: one\n", case))
-    with pytest.raises(LedgerError, match=r":10: .*given '\*'; allowed: .*'vllm\.\*'"):
+    with pytest.raises(LedgerError) as error:
         load_ledger(file)
+    allowed = "allowed: run ids of this subject, 'vllm.*'"
+    assert f":10: findings[0].case.run: given '{pattern}'; {allowed}" in str(error.value)
 
 
 def test_an_entry_about_several_subjects_has_the_same_cases_of_each() -> None:
