@@ -344,6 +344,23 @@ def test_a_kept_entry_of_a_tree_with_changes_still_says_so(
         assert "tree" not in kept[FAULT.name]
 
 
+def test_a_run_of_a_tree_with_changes_leaves_entries_of_older_commits_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: ("newer", Tree.DIRTY))
+    # the second run reads what the first one has kept
+    for _ in range(2):
+        only(path, monkeypatch, Fate.KILLED)
+        record = json.loads(path.read_text())["sections"][SECTION]
+        assert (record["commit"], record["tree"]) == ("newer", "dirty")
+        assert record["faults"][OTHER.name] == section["faults"][OTHER.name]
+        assert record["controls"] == section["controls"]
+
+
 def test_a_record_keeps_what_another_run_recorded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
