@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from loragate.engine.batch import Asked
 from loragate.engine.judge import MOST_NOISE, Judge
@@ -146,6 +147,25 @@ def test_in_16_bits_each_answer_is_clear_and_so_is_that_of_the_adapter_that_is_e
         assert answer == said_by(reference.rounded(world.dtype), request)
         report = judge.judge([request], [Completion(tuple(answer))])
         assert (report.near_ties, report.defects) == (0, ())
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(Model.DENSE, Dtype.BF16), (Model.MOE, Dtype.FP16)])
+def test_a_rounded_reference_computes_what_transformers_does_in_that_dtype(
+    tmp_path: Path, model: Model, dtype: Dtype
+) -> None:
+    """Which keeps buffers, such as the frequencies of rotary embeddings, in fp32."""
+    world = world_of(tmp_path, model=model, dtype=dtype)
+    served = AutoModelForCausalLM.from_pretrained(
+        world.model, dtype=world.dtype, experts_implementation="eager"
+    )
+    exact = Reference(world.model)
+    rounded = exact.rounded(world.dtype)
+    prompt = list(last_of(world).prompt)
+    with torch.no_grad():
+        logits = served.eval()(torch.tensor([prompt])).logits[0].double()
+    assert torch.equal(rounded.logits(prompt), logits)
+    # the exact one remains what it was
+    assert not torch.equal(exact.logits(prompt), logits)
 
 
 @pytest.mark.parametrize("seed", range(3))
