@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,6 +193,28 @@ def test_the_number_of_seeds_is_read_from_records_of_every_version(key: str) -> 
     said = gate_sentences(gate, [seeds, seeds | later])
     times = "3 shards of up to 2 min 05 s, MPS"
     assert said.endswith(f"{first} a and b with 2 seeds ({times}): 6 trials; no failures.")
+
+
+@pytest.mark.parametrize(
+    ("record", "of_gate", "of_seeds"),
+    [
+        # a record of before, one of a CPU, and those of one GPU and of two
+        ({}, "took 1 min 01 s on NVIDIA H200:", "2 seeds (1 min 01 s):"),
+        ({"gpus": 0}, "took 1 min 01 s on NVIDIA H200:", "2 seeds (1 min 01 s):"),
+        ({"gpus": 1}, "took 1 min 01 s on one NVIDIA H200:", "2 seeds (1 min 01 s):"),
+        ({"gpus": 2}, "took 1 min 01 s on 2 x NVIDIA H200:", "2 seeds (1 min 01 s, 2 GPUs):"),
+        ({"gpus": 2, "mps": True}, "on 2 x NVIDIA H200:", "2 seeds (1 min 01 s, 2 GPUs, MPS):"),
+    ],
+)
+def test_the_time_of_a_gate_is_shown_with_the_gpus_that_it_had(
+    record: dict[str, Any], of_gate: str, of_seeds: str
+) -> None:
+    count = {"site": "dense_delta", "expected": 3, "executed": 3, "passed": 3}
+    section = {"tier": "premerge", "subjects": ["a"], "duration_s": 61.0, "counts": [count]}
+    section |= {"machine": {"name": "NVIDIA H200"}, "seeds": [{"counts": {"a": count}}] * 2}
+    said = gate_sentences(section | record, [section | record])
+    assert of_gate in said
+    assert of_seeds in said
 
 
 def test_the_page_of_findings_is_written_whole(copied: Path) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loragate.cli import main
 from loragate.core.checkout import Tree
 from loragate.core.child_process import Watch
+from loragate.core.gpus import ListedGpu
+from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventLog
+from loragate.matrix.case import Tier
+from loragate.matrix.plan import Plan
+from loragate.matrix.selection import Selection
 from loragate.records import recorder
 from loragate.records.results import read_section, update_section
 from loragate.report.record import outcome, section_of
 from loragate.report.summary import summarize
+from loragate.run import opening
+from loragate.run.planning import plan_selection
 
 MATRIX = Path(__file__).parent / "misbehaving" / "long_sleep.yaml"
 
@@ -36,6 +46,7 @@ def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Pat
     assert section["legs"][0]["duration_s"] > 0
     assert section["versions"]["torch"]
     assert section["commit"]
+    assert section["gpus"] == 0
     assert section["matrix"] == ["tests/plugin/misbehaving/long_sleep.yaml"]
 
 
@@ -96,6 +107,31 @@ def test_an_interrupted_run_leaves_the_record_as_it_was(
 
 def test_a_run_without_a_plan_is_never_recorded_as_passed() -> None:
     assert outcome(summarize(EventLog(())))["verdict"] != "pass"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, 2), ("0", 1), ("GPU-b,0", 2), ("1,-1,0", 1)]
+)
+def test_a_record_says_how_many_gpus_the_run_had(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int
+) -> None:
+    listed = (ListedGpu("0", "GPU-a", 1 << 37), ListedGpu("1", "GPU-b", 1 << 37))
+    machine = Machine("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37)
+
+    def on_a_gpu(selection: Selection) -> tuple[Plan, Mapping[str, Any]]:
+        made, abilities = plan_selection(selection)
+        return replace(made, machine=machine), abilities
+
+    monkeypatch.setattr(opening, "plan_selection", on_a_gpu)
+    monkeypatch.setattr(opening, "list_gpus", lambda environ: listed)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    selection = Selection(matrix=(MATRIX,), subjects=("torch",), tier=Tier.SMOKE)
+    request = opening.RunRequest(run="r", selection=selection, leg="gpu", legs=("gpu",))
+    log = EventLog(tuple(opening.opening_events(request)))
+    assert outcome(summarize(log))["gpus"] == expected
 
 
 def test_a_record_names_the_code_that_the_run_began_with(

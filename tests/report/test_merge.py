@@ -317,6 +317,7 @@ FOUND = {
         "num_sms": "132",
         "device_memory_bytes": "1024",
         "driver": "580",
+        "gpus": "2",
     },
 }
 
@@ -353,6 +354,8 @@ def test_merged_shards_are_recorded_as_one_run_of_the_machine_that_they_ran_on(
     assert (machine["name"], machine["driver"], machine["num_sms"]) == ("NVIDIA H200", "580", 132)
     assert (machine["compute_capability"], machine["memory_bytes"]) == ([9, 0], 1024)
     assert (section["shards"], section["draws"], section["duration_s"]) == (3, len(draws), 30.0)
+    # of each shard
+    assert section["gpus"] == 2
     assert sum(count["passed"] for count in section["counts"]) == 5
 
 

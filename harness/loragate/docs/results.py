@@ -143,7 +143,7 @@ def gate_sentences(gate: Section, seeds: Sequence[Section]) -> str:
     kernels = [count for count in counts if count["site"] == _COMPILE]
     plain = (
         f"The {gate['tier']} gate of {' and '.join(gate['subjects'])} took "
-        f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
+        f"{_duration(gate['duration_s'])} on {_devices(gate)}: "
         f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} kernels of "
         f"{_total(counts, 'expected')} expected; {_failures(counts)}."
     )
@@ -152,11 +152,20 @@ def gate_sentences(gate: Section, seeds: Sequence[Section]) -> str:
 
 def _seeds_sentence(seeds: Section) -> str:
     drawn = [count for seed in seeds["seeds"] for count in seed["counts"].values()]
+    several = f", {seeds['gpus']} GPUs" if seeds.get("gpus", 0) > 1 else ""
     shared = ", MPS" if seeds.get("mps") else ""
     return (
         f"{' and '.join(seeds['subjects'])} with {len(seeds['seeds'])} seeds "
-        f"({_length(seeds)}{shared}): {_total(drawn, 'executed')} trials; {_failures(drawn)}."
+        f"({_length(seeds)}{several}{shared}): {_total(drawn, 'executed')} trials; "
+        f"{_failures(drawn)}."
     )
+
+
+def _devices(gate: Section) -> str:
+    name = str(gate["machine"]["name"])
+    # records that were written before do not say how many
+    count = gate.get("gpus", 0)
+    return f"{count} x {name}" if count > 1 else f"one {name}" if count == 1 else name
 
 
 def _length(gate: Section) -> str:

@@ -52,6 +52,7 @@ def outcome(summary: Summary) -> dict[str, Any]:
         "draws": len(plan.draws) if plan else 0,
         "repeats": plan.repeats if plan else 0,
         "mps": bool(plan and plan.machine.get("mps")),
+        "gpus": int((plan and plan.machine.get("gpus")) or 0),
         "verdict": summary.verdict.value,
         "exit_code": summary.exit_code.value,
         "reasons": list(summary.reasons),

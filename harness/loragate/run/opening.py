@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.core.checkout import commit_and_tree, data_root, project_root
-from loragate.core.gpus import driver_version, mps_runs
+from loragate.core.gpus import driver_version, list_gpus, mps_runs, visible_gpus
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
 from loragate.events.model import (
@@ -138,4 +138,12 @@ def _device(machine: Machine) -> Mapping[str, str]:
         "num_sms": str(machine.num_sms),
         "driver": driver_version() or "",
         "mps": "on" if machine.device == "cuda" and mps_runs(os.environ) else "",
+        "gpus": _gpus(machine),
     }
+
+
+def _gpus(machine: Machine) -> str:
+    """How many GPUs the workers of a run share; empty without one."""
+    if machine.device != "cuda":
+        return ""
+    return str(len(visible_gpus(os.environ, list_gpus(os.environ))))
