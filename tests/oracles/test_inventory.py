@@ -91,6 +91,21 @@ class TableForEachStep(Forked):
         super().prepare(token_slots)
 
 
+class TableForOtherSteps(Forked):
+    """Keeps the table of the mapping that it met first, and that of the last step."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.kept, self.known = self.table, torch.empty(0)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        if not len(self.known):
+            self.known = token_slots.clone()
+        is_known = torch.equal(token_slots, self.known)
+        self.table = self.kept if is_known else torch.empty_like(self.kept)
+        super().prepare(token_slots)
+
+
 class WeightsMovedByALoad(Forked):
     def load(self, slot: int, pool: Pool) -> None:
         self.weights = self.weights.clone()
@@ -177,6 +192,18 @@ def test_a_graph_that_is_right_for_its_own_batch_only_fails(
         judgement = judge(instance, seed, make_trial)
         assert judgement.failure is Failure.WRONG_GRAPH, judgement
         assert message in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("promises", "how"), [(PROMISES, "with base rows only"), ({}, "with another mapping")]
+)
+def test_memory_of_any_graph_that_nobody_holds_is_found_where_the_first_one_keeps_its_own(
+    promises: Mapping[str, object], how: str, make_trial: Callable[..., Trial]
+) -> None:
+    judgement = judge(TableForOtherSteps, 1, make_trial, promises)
+    assert judgement.failure is Failure.WRONG_GRAPH, judgement
+    assert judgement.where == {"flaw": "dangling pointer", "captured": how}
+    assert "which nobody holds now" in judgement.message
 
 
 def test_nodes_of_one_graph_that_share_bytes_without_a_path_fail(
