@@ -106,6 +106,24 @@ class TableForOtherSteps(Forked):
         super().prepare(token_slots)
 
 
+class NodeForEachAdapter(Forked):
+    """Each adapter that a batch uses has a node, on memory of its own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.terms = [torch.zeros(()) for _ in range(case.slots)]
+        self.used: list[int] = []
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.used = sorted({slot for slot in token_slots.tolist() if slot >= 0})
+
+    def fork(self, out: Tensor) -> None:
+        for slot in self.used:
+            out.add_(self.terms[slot])
+        super().fork(out)
+
+
 class WeightsMovedByALoad(Forked):
     def load(self, slot: int, pool: Pool) -> None:
         self.weights = self.weights.clone()
@@ -204,6 +222,16 @@ def test_memory_of_any_graph_that_nobody_holds_is_found_where_the_first_one_keep
     assert judgement.failure is Failure.WRONG_GRAPH, judgement
     assert judgement.where == {"flaw": "dangling pointer", "captured": how}
     assert "which nobody holds now" in judgement.message
+
+
+def test_a_graph_with_nodes_for_the_adapters_of_its_own_batch_alone_fails(
+    make_trial: Callable[..., Trial],
+) -> None:
+    for seed in range(3):
+        judgement = judge(NodeForEachAdapter, seed, make_trial, promises={})
+        assert judgement.failure is Failure.WRONG_GRAPH, judgement
+        where = {"flaw": "graph of another batch", "captured": "with another mapping"}
+        assert judgement.where == where
 
 
 def test_nodes_of_one_graph_that_share_bytes_without_a_path_fail(
