@@ -379,6 +379,25 @@ def test_a_wrong_probability_of_a_right_token_is_found_in_any_round(
     assert judged_properties(found).verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize("errors", [(20.0, 30.0), (30.0, 20.0)])
+def test_the_error_of_wrong_probabilities_is_the_largest_of_all_requests(
+    world: World, errors: tuple[float, float]
+) -> None:
+    found = evidence_of(world, Speaking)
+    requests, answers = [asked.request for asked in world.batch], list(found.judged)
+    for number, error in enumerate(errors):
+        request, tokens = requests[number], answers[number].tokens
+        own = Reference(world.model, world.adapters.get(str(request.adapter)))
+        first, *others = [token.logprob for token in own.judge(request.prompt, tokens)]
+        answers[number] = Completion(tokens, (first - error, *others))
+    report = judge_of(world).judge(requests, answers)
+    judgement = judged_tokens(replace(found, report=report))
+    assert judgement.verdict is Verdict.FAIL
+    assert judgement.metrics["wrong_logprobs"] == 2
+    assert judgement.metrics["logprob_error"] == pytest.approx(30.0)
+    assert judgement.where["request"] == 0
+
+
 def test_a_request_that_was_not_asked_again_is_not_what_is_wrong(world: World) -> None:
     found = evidence_of(world, ClearingAnother)
     wrong = {world.batch[defect.request].request.adapter for defect in found.report.defects}
