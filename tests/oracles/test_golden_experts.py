@@ -127,8 +127,10 @@ def test_the_condition_number_of_pairs_is_that_of_their_own_terms() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 40, 300])
-def test_rows_are_multiplied_by_the_weights_of_their_own_experts(
-    count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_weights", [4, 1])
+@pytest.mark.parametrize("squares", [False, True])
+def test_rows_are_multiplied_by_the_weights_of_their_own_experts_or_by_their_squares(
+    count: int, num_weights: int, squares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(count)
     experts = torch.randint(0, 4, (count,), generator=generator)
@@ -136,9 +138,10 @@ def test_rows_are_multiplied_by_the_weights_of_their_own_experts(
     experts[experts == 2] = 3
     monkeypatch.setattr("loragate.oracles.numeric.grouped._CHUNK", 40)
     rows = torch.randn(count, 5, generator=generator).double()
-    weights = torch.randn(4, 3, 5, generator=generator)
-    product = GroupedRows(experts, 4).times(rows, weights)
-    wanted = torch.stack(
-        [weights[e].double() @ row for e, row in zip(experts.tolist(), rows, strict=True)]
-    )
+    weights = torch.randn(num_weights, 3, 5, generator=generator)
+    product = GroupedRows(experts, 4).times(rows, weights, squares=squares)
+    factors = weights.double() ** (2 if squares else 1)
+    # experts may share their weights
+    owners = experts.clamp(max=num_weights - 1).tolist()
+    wanted = torch.stack([factors[e] @ row for e, row in zip(owners, rows, strict=True)])
     torch.testing.assert_close(product, wanted, rtol=1e-13, atol=1e-13)

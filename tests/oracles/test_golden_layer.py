@@ -261,6 +261,25 @@ def test_an_expert_that_a_token_chose_twice_makes_the_same_errors_twice() -> Non
     torch.testing.assert_close(noise[0], noise[1])
 
 
+@pytest.mark.parametrize("quantisation", Quantisation)
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.FP16])
+def test_a_single_expert_makes_the_errors_of_each_of_several_that_are_like_it(
+    dtype: Dtype, quantisation: Quantisation
+) -> None:
+    single = replace(CASE, experts=1, top_k=1, ep=1, dtype=dtype, quantisation=quantisation)
+    several = replace(single, experts=4)
+    pool, batch = data(single)
+    base = base_of(single)
+    assert batch.routes is not None
+    ids = (torch.arange(single.tokens) % 4)[:, None].to(batch.routes.topk_ids)
+    alone = replace(batch, routes=replace(batch.routes, topk_ids=torch.zeros_like(ids)))
+    spread = replace(batch, routes=replace(batch.routes, topk_ids=ids))
+    one = golden_of(single, pool, alone, base)
+    other = golden_of(several, pool, spread, reordered_base(base, [0, 0, 0, 0]))
+    torch.testing.assert_close(one.terms_sq, other.terms_sq)
+    torch.testing.assert_close(one.jump_sq, other.jump_sq)
+
+
 def test_a_folded_scale_is_folded_into_down_as_well() -> None:
     pool, _ = data(CASE)
     low = folded(pool)
