@@ -3,6 +3,7 @@ wrong subject is the torch subject with one change."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.inputs.base_experts import dequantised, quantised
+from loragate.inputs.base_experts import SWIGLU_ALPHA, SWIGLU_LIMIT, dequantised, quantised
 from loragate.matrix.case import (
     Activation,
     Bias,
@@ -332,6 +333,28 @@ class SiluForSwigluOfGptOss(MoELayer):
         return functional.silu(gate) * up
 
 
+class ClampsOtherwise(MoELayer):
+    limits = -SWIGLU_LIMIT, SWIGLU_LIMIT
+    most_of_gate = SWIGLU_LIMIT
+
+    def activated(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, 1)
+        gate, up = gate.clamp(max=self.most_of_gate), up.clamp(*self.limits)
+        return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+
+
+class GateNotClamped(ClampsOtherwise):
+    most_of_gate = math.inf
+
+
+class UpClampedBelowOnly(ClampsOtherwise):
+    limits = -SWIGLU_LIMIT, math.inf
+
+
+class UpClampedAboveOnly(ClampsOtherwise):
+    limits = -math.inf, SWIGLU_LIMIT
+
+
 class DownSeesQuantisedActivations(MoELayer):
     """vllm #42120"""
 
@@ -417,6 +440,9 @@ ROUNDED = [
     (AdaptersSeeValuesWithoutScale, FP8),
     (NothingQuantised, MANY_FP8),
     (SiluForSwigluOfGptOss, GPT_OSS),
+    (GateNotClamped, GPT_OSS),
+    (UpClampedBelowOnly, GPT_OSS),
+    (UpClampedAboveOnly, GPT_OSS),
     (InterleavedTakenForHalves, GPT_OSS),
     (AdaptersOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
     (HalfPrecisionShrinkOutputs, replace(FP8, dtype=Dtype.FP32)),
