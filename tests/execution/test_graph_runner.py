@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.execution.session import Session, inputs_of
-from loragate.inputs import DataKind, copy_batch
+from loragate.execution.streams.model import MODULE
+from loragate.inputs import DataKind, copy_batch, make_batch
 from loragate.matrix.case import Case, Dtype, Execution, RouterWeights, Site
 from loragate.protocol import BaseLayer, Capabilities, Routes, Trial
 from loragate.subjects.torch.subject import TorchSubject
@@ -78,12 +82,16 @@ class Opens(TorchSubject):
         return self.instance()
 
 
-def replayed(instance: type[Adds], case: Case) -> tuple[Tensor, Any]:
-    """The result of a step, and its batch as it was before."""
+def trial_of(instance: type[Adds], case: Case) -> Trial:
     subject = Opens(instance)
     have = subject.capabilities(CPU)
     assert isinstance(have, Capabilities)
-    trial = Trial(case, subject, have, CPU, seed=3)
+    return Trial(case, subject, have, CPU, seed=3)
+
+
+def replayed(instance: type[Adds], case: Case) -> tuple[Tensor, Any]:
+    """The result of a step, and its batch as it was before."""
+    trial = trial_of(instance, case)
     _, batch, base = inputs_of(trial, DataKind.SIGNED)
     return Session(trial, base).step(copy_batch(batch)), batch
 
@@ -98,3 +106,28 @@ def test_what_a_replay_does_not_write_of_its_result_is_nan() -> None:
     result, batch = replayed(LeavesTheLastRow, replace(CASE, site=Site.LORA_LINEAR))
     assert torch.equal(result[:-1], batch.out[:-1])
     assert result[-1].isnan().all()
+
+
+def test_graphs_of_one_session_share_their_memory_and_those_of_two_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools: list[object] = []
+    graph = MODULE.graph
+
+    @contextmanager
+    def noted(cuda_graph: Any, *, pool: object = None, **options: Any) -> Iterator[None]:
+        pools.append(pool)
+        with graph(cuda_graph, pool=pool, **options):
+            yield
+
+    # what `torch.cuda.graph` means while a graph is captured
+    monkeypatch.setattr(MODULE, "graph", noted)
+    trial = trial_of(AddsItsIds, CASE)
+    for _ in range(2):
+        session = Session(trial, None)
+        for tokens in (9, 4, 2):
+            case = replace(CASE, tokens=tokens)
+            session.step(make_batch(case, 3, 0, DataKind.SIGNED, CPU))
+    assert None not in pools
+    assert pools == [pools[0]] * 3 + [pools[3]] * 3
+    assert pools[0] != pools[3]
