@@ -259,6 +259,28 @@ def set_flag(flag_ptr):  # type: ignore[no-untyped-def]
     tl.atomic_add(flag_ptr, 1)
 
 
+@triton.jit
+def swap_flag(flag_ptr):  # type: ignore[no-untyped-def]
+    tl.atomic_cas(flag_ptr, 0, 1)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", [set_flag, swap_flag], ids=["add", "compare-and-swap"])
+def test_an_atomic_operation_reads_and_writes_and_is_ordered_by_no_other_one(kernel: Any) -> None:
+    flags = torch.zeros(4, dtype=torch.int32)
+    for joins in (True, False):
+        with recording() as recorder:
+            side = torch.cuda.Stream()
+            kernel[(1,)](flags[2:])
+            if joins:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                kernel[(1,)](flags[2:])
+        for launch in launches(recorder):
+            assert touched(recorder, launch, flags) == {False: [2], True: [2]}
+        assert bool(conflicts(recorder.trace())) is not joins
+
+
 @interpreted
 def test_a_launch_accesses_exactly_the_bytes_of_its_programs() -> None:
     x, out = torch.ones(3, 6, dtype=torch.float16), torch.zeros(3, 6, dtype=torch.float16)
