@@ -11,13 +11,20 @@ def test_a_folder_that_is_not_there_is_made(tmp_path):
 
 
 def test_the_files_of_an_earlier_run_are_kept_under_its_name(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"run": "r1"}\n')
-    (tmp_path / "index.html").write_text("old")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "host.log").write_text("log")
+    files = {
+        "events.jsonl": '{"run": "r1"}\n',
+        "index.html": "old",
+        "junit.xml": "<old/>",
+        "logs/host.log": "log",
+        "workers/gw0.stack": "stack",
+        "workers/kernels/gw1.stack": "stack of a leg",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     clear_folder(tmp_path)
-    assert (tmp_path / "previous" / "r1" / "index.html").read_text() == "old"
-    assert (tmp_path / "previous" / "r1" / "logs" / "host.log").read_text() == "log"
+    kept = {name: (tmp_path / "previous" / "r1" / name).read_text() for name in files}
+    assert kept == files
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
 
 
