@@ -97,6 +97,20 @@ def test_golden_is_the_definition_pair_by_pair(
     assert 0 < error.max() < 0.05
 
 
+@pytest.mark.parametrize("source", Source)
+def test_a_token_of_a_single_choice_is_a_pair_with_its_expert_and_weight(source: Source) -> None:
+    case = replace(CASE, top_k=1, source=source, router=RouterWeights.OUTPUT)
+    pool, batch = data(case)
+    wanted = torch.tensor(pair_by_pair(case, pool, batch), dtype=torch.float64)
+    torch.testing.assert_close(golden(pool, batch).out, wanted, rtol=1e-13, atol=1e-13)
+    # at an expert of another rank nothing is added
+    assert batch.routes is not None
+    nowhere = local_experts(batch.routes).flatten() < 0
+    assert nowhere.any()
+    assert not nowhere.all()
+    assert torch.equal(golden(pool, batch).out[nowhere], batch.out[nowhere].double())
+
+
 def test_chunks_tile_the_pairs_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in Source:
         case = replace(CASE, source=source)
