@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loragate.core.sequential import Decision
+from loragate.engine.report import Defect, Report, WrongLogprobs
 from loragate.engine.verdicts import MatchRatio, TokenVerdict, chance_to_pass, token_verdict
 
 
@@ -24,6 +28,25 @@ def test_a_token_is_right_a_near_tie_or_a_defect() -> None:
 )
 def test_a_token_that_cannot_be_compared_is_a_defect(gap: float, noise: float) -> None:
     assert token_verdict(gap, noise) is TokenVerdict.DEFECT
+
+
+@pytest.mark.parametrize("near_ties", [0, 1, 99])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"defects": (Defect(0, None, 2, 7, 5, 9.5, 1, ("adapter-1",), None),)},
+        {"wrong_logprobs": (WrongLogprobs(0, None, 2, -3.0, -0.5, 1, 2.5, ("adapter-1",)),)},
+    ],
+    ids=["tokens", "probabilities"],
+)
+def test_what_is_wrong_fails_however_many_other_tokens_are_near_ties(
+    wrong: dict[str, Any], near_ties: int
+) -> None:
+    report = Report(100, near_ties, 0.25, 0.25, (), requests=4, matches=3)
+    assert report.decision is (Decision.UNDECIDED if near_ties > 1 else Decision.PASS)
+    found = replace(report, **wrong)
+    assert found.decision is Decision.FAIL
+    assert found.lines()[0].startswith("fail: 100 tokens of 4 requests")
 
 
 def test_a_ratio_counts_equal_texts_and_has_the_exact_interval() -> None:
