@@ -113,6 +113,43 @@ def test_clocks_run_at_another_speed_in_every_step_where_the_conditions_say_so(
     assert set(watching.clocks) == {clock is Clock.PLAIN}
 
 
+class Drawing(Watching):
+    """Rounds at random, by numbers that each step draws from the generator of a GPU."""
+
+    name = "drawing"
+    generator: torch.Generator
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> DenseDelta:
+        subject = self
+
+        class Instance(DenseDelta):
+            def apply(self, x: Tensor, out: Tensor) -> Tensor:
+                result = super().apply(x, out)
+                drawn = torch.rand(result.shape, generator=subject.generator)
+                return result.mul_(1 + 1e-6 * drawn)
+
+        return Instance(case)
+
+
+@pytest.mark.parametrize("conditions", [PLAIN, Conditions(memory=Memory.POISON, clock=Clock.FAST)])
+def test_numbers_that_a_subject_draws_from_a_gpu_in_each_step_are_no_difference(
+    conditions: Conditions, watching: type[Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, name = watching.target.partition(":")
+    monkeypatch.setattr(sys.modules[module], name, Drawing)
+    # stands for the one of a GPU, which a step may draw from, and which torch seeds with its own
+    generator = torch.Generator()
+    monkeypatch.setattr(Drawing, "generator", generator, raising=False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", generator.manual_seed)
+    digests: set[str] = set()
+    for drawn_before in range(2):
+        torch.rand(drawn_before, generator=generator)
+        found = shown(Measure.BITS, conditions)
+        assert found.outcome is Outcome.RIGHT, found.message
+        digests.update(found.digests)
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(
     ("conditions", "changed"),
     [
