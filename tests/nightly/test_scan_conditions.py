@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine, select_interpreter
-from loragate.core.verdict import OracleName
+from loragate.core.verdict import Failure, OracleName
 from loragate.history import Outcome
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
@@ -34,6 +35,10 @@ from loragate.scan.paths import TracedPath
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 select_interpreter()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 CASE = Case(
     site=Site.DENSE_DELTA,
     tokens=3,
@@ -46,6 +51,11 @@ CASE = Case(
 )
 _NUMBERS = count()
 TRUE_CLOCK = time.perf_counter
+
+
+@triton.jit
+def read_kernel(source, at):
+    tl.load(source + at)
 
 
 class Watching(TorchSubject):
@@ -265,6 +275,20 @@ def test_the_files_of_a_kernel_are_those_of_all_that_it_calls(
         setattr(module, name, SimpleNamespace(fn=getattr(module, name)))
     function = sys.modules["kernel"].kernel.fn
     assert {Path(file).stem for file in paths._files_of_kernel(function)} == texts.keys()
+
+
+def test_a_fault_that_a_subject_swallows_is_shown_by_the_failure_and_not_by_bits(
+    watching: type[Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def falls_back() -> None:
+        with suppress(Exception):
+            read_kernel[(1,)](torch.ones(8), 8)
+
+    monkeypatch.setattr(watching, "surroundings", staticmethod(falls_back))
+    found = shown(Measure.BITS, PLAIN)
+    assert (found.outcome, found.failure) == (Outcome.WRONG, Failure.FOREIGN_MEMORY)
+    # its bits are those of a trial that is right
+    assert signatures_of(found) == (f"{Outcome.WRONG} {Failure.FOREIGN_MEMORY}",)
 
 
 @pytest.mark.parametrize("outcome", Outcome)

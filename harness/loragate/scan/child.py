@@ -191,7 +191,9 @@ def _bits(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
         is_delayed=conditions.schedule is Schedule.DELAYED,
     )
     shown = _shown((judge_with(bits, trial),))
-    shown["digests"] = bits.digests
+    # what shows behind both steps, as a fault that the subject swallows, leaves right bits
+    if shown["outcome"] in (Outcome.RIGHT, Outcome.DIFFERENT):
+        shown["digests"] = bits.digests
     if step.traced:
         shown |= _where(path, step)
     return shown
