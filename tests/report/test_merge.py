@@ -30,6 +30,7 @@ from loragate.events.model import (
 )
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import CasePattern
+from loragate.matrix.case import Tier
 from loragate.records.results import provenance, read_section, update_section
 from loragate.report.merge import merged_events
 from loragate.report.record import origin
@@ -150,6 +151,10 @@ def test_one_wrong_case_fails_the_merged_run(
         ({"commit": "def"}, "commit differs: abc in r1, def in r2"),
         ({"judged": "12ab"}, "judged differs: none in r1, 12ab in r2"),
         ({"draws": (0, 1)}, "draws differs: none in r1, 0, 1 in r2"),
+        ({"repeats": 2}, "repeats differs: 1 in r1, 2 in r2"),
+        ({"tier": Tier.NIGHTLY}, "tier differs: premerge in r1, nightly in r2"),
+        ({"patterns": ("rank-8",)}, "patterns differs: none in r1, rank-8 in r2"),
+        ({"matrix": ("own.yaml",)}, r"matrix differs: none in r1, own\.yaml in r2"),
         ({"subjects": ("mine", "torch")}, "subjects differs: mine in r1, mine, torch in r2"),
         ({"shard": None}, "r2: is no shard: it was run without --shard"),
         ({"shard": Sharding(index=2, count=4, others=())}, "r1 is one of 3 shards, r2 one of 4"),
