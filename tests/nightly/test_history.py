@@ -117,6 +117,18 @@ def test_a_history_travels_as_lines(
         assert history.paths() == (PathFiles(path_key="key1", files=("a.py", "b.py")),)
 
 
+def test_runs_and_paths_travel_as_lines_without_a_trial(tmp_path: Path, scan_run: NewRun) -> None:
+    path = tmp_path / "h.jsonl"
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run(finished_at=2000.0))
+        history.add_path(PathFiles(path_key="key1", files=("a.py",)))
+        path.write_text("".join(f"{line}\n" for line in export_lines(history)), encoding="utf-8")
+        runs, paths = history.runs(), history.paths()
+    with open_history(tmp_path / "other.db") as history:
+        assert import_lines(history, path) == 0
+        assert (history.runs(), history.paths()) == (runs, paths) != ((), ())
+
+
 def test_nothing_is_taken_of_a_file_that_is_cut(
     tmp_path: Path, scan_run: NewRun, trial: NewTrial
 ) -> None:
