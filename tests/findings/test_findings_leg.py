@@ -12,8 +12,9 @@ from loragate.core.checkout import Tree
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import EventWriter
 from loragate.events.model import LegFinished, RunStarted
-from loragate.findings import probe_runner
+from loragate.findings import probe_runner, vllm_probes
 from loragate.findings.ledger import Finding, Observation, Seen
+from loragate.findings.probing import Probe, dense_probe, moe_probe
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.records import recorder
@@ -117,3 +118,30 @@ def test_a_record_names_the_code_as_it_was_before_the_first_probe(
     assert section is not None
     assert (section["commit"], section["tree"]) == ("as it began", "clean")
     assert section["executed"] > 0
+
+
+@pytest.mark.parametrize("make", [dense_probe, moe_probe])
+def test_probes_of_wrong_addresses_run_last_and_in_a_process_without_any_other(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Probe]
+) -> None:
+    def observe(*_: object) -> Observation:
+        return Observation(Seen.REPRODUCED, "seen")
+
+    processes = list[set[str]]()
+
+    def run_probes(
+        groups: Sequence[Sequence[str]], *, last: Sequence[str], **_: object
+    ) -> tuple[str, dict[str, Observation]]:
+        processes.extend(map(set, (*groups, last)))
+        return "0.26.0", {name: observe() for name in set().union(*processes)}
+
+    added = {"calm": make(observe), "wild": make(observe, wild=True)}
+    monkeypatch.setattr(vllm_probes, "PROBES", {**vllm_probes.PROBES, **added})
+    monkeypatch.setattr(probe_runner, "run_probes", run_probes)
+    assert main(["findings"]) == ExitCode.OK
+    *others, last = processes
+    overflowing = {name for name in vllm_probes.PROBES if name.endswith("-offset-overflows")}
+    assert len(overflowing) > 3
+    assert {"wild", *overflowing} <= last
+    assert "calm" in set().union(*others)
+    assert last.isdisjoint(set().union(*others))
