@@ -87,9 +87,8 @@ def mark_judged(test: pytest.Item | pytest.TestReport) -> None:
 def failed_as_judged(report: pytest.TestReport) -> bool:
     """Whether a test failed for a reason that the record of the run has. A test may also fail
     beside its case, or have the name of a case and be none."""
-    # a property that was sent by a worker arrives as a list, also with the teardown of its test
-    judged = any(tuple(entry) == _JUDGED for entry in report.user_properties)
-    return judged and report.when == "call"
+    # a worker sends the properties of a test also with its teardown
+    return _JUDGED in report.user_properties and report.when == "call"
 
 
 def unrecorded(report: pytest.TestReport) -> str | None:

@@ -22,8 +22,7 @@ def mark_device_lost(item: pytest.Item) -> None:
 
 
 def lost_device(report: pytest.TestReport) -> bool:
-    # a property that was sent by a worker arrives as a list
-    return any(tuple(entry) == _PROPERTY for entry in report.user_properties)
+    return _PROPERTY in report.user_properties
 
 
 class StickyGuard:
