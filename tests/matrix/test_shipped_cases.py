@@ -78,14 +78,16 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # not adjacent, take three; two have a single row on two streams, and an engine with random
     # weights takes twelve, one whose batches shrink seven; four have sizes that every block
     # divides, one has five slices and one more pairs of an adapter and an expert than 16 bits
-    # count: six seconds; ten have sizes beyond 16 bits, thousands of rows or 256 slots: twenty
-    assert 80 <= count[Tier.SMOKE] <= 520
+    # count: six seconds; ten have sizes beyond 16 bits, thousands of rows or 256 slots: twenty; two
+    # are prefills with blocks of all rows of a tile: six
+    assert 80 <= count[Tier.SMOKE] <= 522
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
     # and ten of the plans
-    # of prefills came later, eighteen of hidden shrinks, and three that generated cases found
-    assert count[Tier.PREMERGE] <= 530
+    # of prefills came later, eighteen of hidden shrinks, three that generated cases found, and five
+    # of the blocks of prefills
+    assert count[Tier.PREMERGE] <= 535
     assert count[Tier.NIGHTLY] >= 200
 
 
@@ -102,8 +104,9 @@ def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...
     # have router weights in fp16 in other branches than small batches take; four have plans of
     # wide layers or of many ranks in 260 rows and more, one of them as many elements as such a
     # layer has. Four came with the plans of hidden shrinks and of partials of many ranks, four have
-    # sizes that every block divides, and ten sizes beyond 16 bits, thousands of rows or 256 slots
-    assert len(large) <= 132
+    # sizes that every block divides, and ten sizes beyond 16 bits, thousands of rows or 256 slots.
+    # Two are prefills with blocks of all rows of a tile
+    assert len(large) <= 134
     elements = sorted(case.out_rows * case.out_features for case in large)
     assert elements[-2] <= 300_000
     assert elements[-1] <= 900_000
