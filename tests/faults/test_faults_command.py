@@ -295,13 +295,20 @@ def only(path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> ExitCode:
     return main(["faults", "--only", FAULT.name, "--record", str(path), "--commit", "new"])
 
 
+def recorded(tmp_path: Path, **changes: str) -> tuple[Path, dict[str, Any]]:
+    """A record in which every fault was killed at an old commit, and its section."""
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    section |= changes
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    return path, section
+
+
 def test_a_record_keeps_what_is_not_planted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cpu.json"
-    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
-    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    path, section = recorded(tmp_path)
     assert only(path, monkeypatch, Fate.SURVIVED) == ExitCode.WRONG
     record = json.loads(path.read_text())["sections"][SECTION]
     fates = {name: fault["fate"] for name, fault in record["faults"].items()}
@@ -332,11 +339,7 @@ def test_a_run_without_the_baseline_suite_keeps_what_it_said_of_the_same_fault(
 def test_a_kept_entry_of_a_tree_with_changes_still_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cpu.json"
-    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
-    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-    section |= {"commit": "old", "tree": "dirty"}
-    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    path, _ = recorded(tmp_path, commit="old", tree="dirty")
     for _ in range(2):
         only(path, monkeypatch, Fate.KILLED)
         kept = json.loads(path.read_text())["sections"][SECTION]["faults"]
@@ -347,10 +350,7 @@ def test_a_kept_entry_of_a_tree_with_changes_still_says_so(
 def test_a_run_of_a_tree_with_changes_leaves_entries_of_older_commits_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cpu.json"
-    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
-    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    path, section = recorded(tmp_path)
     monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: ("newer", Tree.DIRTY))
     # the second run reads what the first one has kept
     for _ in range(2):
@@ -364,10 +364,7 @@ def test_a_run_of_a_tree_with_changes_leaves_entries_of_older_commits_as_they_we
 def test_a_record_keeps_what_another_run_recorded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cpu.json"
-    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
-    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    path, _ = recorded(tmp_path)
 
     def plant(*_: Any) -> Any:
         document = json.loads(path.read_text())
