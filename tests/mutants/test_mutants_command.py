@@ -115,6 +115,19 @@ def test_the_list_shows_each_mutant_as_a_diff(
     assert "-import math\n+import cmath" in out
 
 
+def test_the_list_says_which_mutants_are_listed_as_equivalent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "edits.yaml"
+    alike = "- {id: two, module: common/stacked_weights.py, old: 'factors, self.slice_widths,"
+    alike += " strict=True', new: 'factors, self.slice_widths', kind: other}\n"
+    path.write_text(EDIT + alike, encoding="utf-8")
+    assert main(["mutants", "--edits", str(path), "--list"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "one\n--- a/" in out
+    assert "two is equivalent: The number of factors is that of the slices" in out
+
+
 def test_a_retired_edit_is_named_and_not_planted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

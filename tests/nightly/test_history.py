@@ -222,6 +222,7 @@ def test_an_older_history_is_brought_up_to_date(
         ("nosuchdb://host/x", "nosuchdb"),
         ("mysql://host/x", "mysql|MySQL"),
         ("{tmp}", "must be a file or a URL"),
+        ("", "history '': must be a file or a URL"),
         ("{tmp}/text.db", "not a database"),
         ("{tmp}/other.db", "no history"),
     ],

@@ -80,6 +80,11 @@ def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
         (["report", ""], "argument DIR: must be a path (got '')"),
         (["merge", "x", "--report="], "argument --report: must be a path (got '')"),
         (["merge", ""], "argument REPORT: must be a path (got '')"),
+        (["history", "import", ""], "argument FILE: must be a path (got '')"),
+        (["history", "export", ""], "argument FILE: must be a path (got '')"),
+        (["checkpoints", "--folder="], "argument --folder: must be a path (got '')"),
+        (["bench", "show", ""], "argument FILE: must be a path (got '')"),
+        (["bench", "plot", "x", "--out="], "argument --out: must be a path (got '')"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from loragate.bench.asked import Asked
@@ -25,6 +24,7 @@ from loragate.bench.speed.tables import render_terminal as render_comparison
 from loragate.bench.speed.tables import summary_lines
 from loragate.bench.text import markdown_bars
 from loragate.commands.record_options import add_events_options, add_record_options, open_record
+from loragate.core.arguments import path_of
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
@@ -48,14 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for name, kind in KINDS.items():
         _add_kind(kinds.add_parser(name, help=kind.help), kind)
     show = kinds.add_parser("show", help="print a recorded run as Markdown")
-    show.add_argument("record", type=Path, metavar="FILE")
+    show.add_argument("record", type=path_of, metavar="FILE")
     show.add_argument(
         "kind", nargs="?", choices=list(KINDS), default="dense", help="(default: dense)"
     )
     show.set_defaults(run=run_show_command)
     plot = kinds.add_parser("plot", help="draw the plots of a record as SVG")
-    plot.add_argument("record", type=Path, metavar="FILE")
-    plot.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    plot.add_argument("record", type=path_of, metavar="FILE")
+    plot.add_argument("--out", type=path_of, required=True, metavar="FOLDER")
     plot.set_defaults(run=run_plot_command)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from loragate.core.arguments import path_of
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
@@ -16,7 +16,7 @@ _ALL = "all"
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("checkpoints", help="write small models and adapters")
     parser.add_argument(
-        "--folder", type=Path, required=True, metavar="FOLDER", help="where they are written"
+        "--folder", type=path_of, required=True, metavar="FOLDER", help="where they are written"
     )
     parser.add_argument(
         "--model", choices=(*KINDS, _ALL), default=_ALL, help="which of them (default: all)"

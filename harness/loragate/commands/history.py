@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loragate.core.arguments import count_from
+from loragate.core.arguments import count_from, path_of
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.files import write_atomically
 from loragate.core.output import say
@@ -35,10 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     merge.add_argument("others", nargs="+", metavar="HISTORY", help="a file or a URL")
     merge.set_defaults(act=_merge)
     given = actions.add_parser("import", help="add files of lines of JSON")
-    given.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    given.add_argument("files", nargs="+", type=path_of, metavar="FILE")
     given.set_defaults(act=_import)
     export = actions.add_parser("export", help="write all records as lines of JSON")
-    export.add_argument("file", type=Path, metavar="FILE")
+    export.add_argument("file", type=path_of, metavar="FILE")
     export.set_defaults(act=_export)
     prune = actions.add_parser("prune", help="remove old trials that were right")
     prune.add_argument("--days", type=count_from(1, _MOST_DAYS), required=True, metavar="N")

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if not mutants:
         raise CommandError("there is no mutant to plant", ExitCode.INCOMPLETE)
     if arguments.list:
-        say("\n\n".join(f"{m.id}\n{diff_of(m, sources)}" for m in mutants))
+        say("\n\n".join(_listed(m, equivalents.reason(m, sources), sources) for m in mutants))
         _print_retired(retired)
         return ExitCode.OK
     if arguments.gpu and not _has_gpu():
@@ -121,6 +121,11 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         raise CommandError("not every mutant could be run; the same command goes on", code)
     _save(recorder, first, session.name, Run(session.state, outcomes, retired))
     return code
+
+
+def _listed(mutant: Mutant, equivalent: str | None, sources: Sources) -> str:
+    reason = f" is equivalent: {equivalent}" if equivalent else ""
+    return f"{mutant.id}{reason}\n{diff_of(mutant, sources)}"
 
 
 def _session(arguments: argparse.Namespace, sources: Sources) -> Session:

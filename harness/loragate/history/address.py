@@ -60,7 +60,7 @@ def _is_url(where: str | Path) -> bool:
 
 def _url(where: str | Path) -> URL:
     if not _is_url(where):
-        return URL.create("sqlite", database=_usable(Path(where)))
+        return URL.create("sqlite", database=_usable(where))
     try:
         return make_url(str(where))
     except (ArgumentError, ValueError) as error:
@@ -69,9 +69,11 @@ def _url(where: str | Path) -> URL:
         raise HistoryError(text) from error
 
 
-def _usable(path: Path) -> str:
+def _usable(where: str | Path) -> str:
+    path = Path(where)
+    # '' is the current folder
     if path.exists() and not path.is_file():
-        raise HistoryError(f"history {str(path)!r}: must be a file or a URL")
+        raise HistoryError(f"history {str(where)!r}: must be a file or a URL")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
