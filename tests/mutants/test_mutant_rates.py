@@ -134,7 +134,26 @@ def test_the_first_run_of_each_set_of_blind_edits_has_a_row_of_its_own(tmp_path:
     ]
 
 
-def test_readme_and_the_page_of_mutants_show_the_same_rates(tmp_path: Path) -> None:
+def test_the_readme_adds_the_first_runs_of_all_sets_up_and_those_of_the_latest(
+    tmp_path: Path,
+) -> None:
+    record = Record(tmp_path)
+    # recorded in another order than they were written
+    for number in (11, *range(1, 11)):
+        killed = 1 if number == 1 else 3
+        recorder = Recorder.open(record.path, FIRST_SECTION, commit="c")
+        fates = {Fate.KILLED: killed, Fate.SURVIVED: 4 - killed}
+        save_first(recorder, f"edits-set_{number:02d}", run(fates, Group.BLIND))
+    record.save("edits-set_01", run({Fate.KILLED: 4}, Group.BLIND))
+    block = next(block for block in BLOCKS if block.name == "mutant rates")
+    assert block.content(Records(tmp_path)).splitlines()[2:] == [
+        "| blind, first runs of 11 sets | 44 | 31 (70.5 %) | not measured |",
+        "| blind, first runs of the latest 10 | 40 | 30 (75.0 %) | not measured |",
+        "| blind, later runs | 4 | 4 (100.0 %) | 4 (100.0 %) |",
+    ]
+
+
+def test_readme_and_the_page_of_mutants_show_the_same_rates_of_samples(tmp_path: Path) -> None:
     record = Record(tmp_path)
     blocks = [block for block in BLOCKS if block.name in ("mutant rates", "rates")]
     assert [block.page for block in blocks] == ["README.md", "docs/mutants.md"]

@@ -30,7 +30,7 @@ from loragate.faults.tables import render_detection, render_markdown
 from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
 from loragate.mutants import record as mutants
-from loragate.mutants.rates import render_rates
+from loragate.mutants.rates import render_rates, render_rates_of_kinds
 from loragate.records.results import read_section, require_section, sections_of, taken_from
 from loragate.report.record import SEEDS
 from loragate.scan import figures as scans
@@ -41,6 +41,7 @@ GPU_RECORD = Path("ci/results/nvidia-h200.json")
 SMALLER_GPU_RECORD = Path("ci/results/nvidia-h100.json")
 PLOTS = Path("docs/img")
 _STREAMS = KINDS["streams"]
+_MUTANTS = (mutants.SECTION, mutants.GPU_SECTION, mutants.FIRST_SECTION)
 # recorded for the first time when a GPU has run them
 _LATER = ("streams", "graphs", "engine")
 FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
@@ -164,8 +165,11 @@ def _mutants(records: Records) -> str:
 
 
 def _mutant_rates(records: Records) -> str:
-    names = (mutants.SECTION, mutants.GPU_SECTION, mutants.FIRST_SECTION)
-    return render_rates(*map(records.cpu_if_any, names))
+    return render_rates(*map(records.cpu_if_any, _MUTANTS))
+
+
+def _rates_of_kinds(records: Records) -> str:
+    return render_rates_of_kinds(*map(records.cpu_if_any, _MUTANTS))
 
 
 def _scans(records: Records) -> str:
@@ -187,7 +191,7 @@ def _coverage(root: Path) -> str:
 
 BLOCKS = (
     Block("README.md", "detection", _detection),
-    Block("README.md", "mutant rates", _mutant_rates),
+    Block("README.md", "mutant rates", _rates_of_kinds),
     Block("README.md", "streams plot", _streams_plot),
     Block("README.md", "results", _summary),
     Block("docs/benchmarks.md", "bars", _bars),

@@ -6,10 +6,11 @@ counts as not killed until a run on a GPU has killed it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from loragate.core.plural import counted
 from loragate.mutants.model import Fate, Group
 from loragate.mutants.record import SURVIVORS
 
@@ -19,6 +20,8 @@ _TITLES = {
     Group.SUBTLE: "subtle, drawn at random",
     Group.BLIND: "blind, later runs",
 }
+# of the sets of blind edits, those that say most about the checks of today
+_LATEST = 10
 _OBSERVABLE = (Fate.KILLED, Fate.SURVIVED, Fate.NEEDS_GPU)
 
 
@@ -72,19 +75,42 @@ def render_rates(
 ) -> str:
     """A row for each kind of mutants, as Markdown: of all recorded runs, and of the first run of
     each set of blind edits. Each argument is a section of the record, or None."""
-    rows = list(_rows(section, gpu, first))
-    return "\n".join([_HEAD, *rows]) if rows else "Not recorded yet."
+    sets = (rate.row(f"blind, first run of {name}") for name, rate in _first_runs(first).items())
+    return _table([*sets, *_rows(section, gpu)])
 
 
-def _rows(
+def render_rates_of_kinds(
     section: Mapping[str, Any] | None,
     gpu: Mapping[str, Any] | None,
     first: Mapping[str, Any] | None,
-) -> Iterator[str]:
+) -> str:
+    """As `render_rates`, with all sets of blind edits in one row, and the latest in another."""
+    rates = list(_first_runs(first).values())
+    sets = []
+    if rates:
+        sets.append(_sum(rates).row(f"blind, first runs of {counted(len(rates), 'set')}"))
+    if len(rates) > _LATEST:
+        sets.append(_sum(rates[-_LATEST:]).row(f"blind, first runs of the latest {_LATEST}"))
+    return _table([*sets, *_rows(section, gpu)])
+
+
+def _table(rows: Sequence[str]) -> str:
+    return "\n".join([_HEAD, *rows]) if rows else "Not recorded yet."
+
+
+def _first_runs(first: Mapping[str, Any] | None) -> Mapping[str, Rate]:
+    """By the names of the sets, whose order is that in which they were written."""
+    runs = sorted(first["runs"].items()) if first else ()
+    return {name: Rate.of(run, Group.BLIND, None) for name, run in runs}
+
+
+def _sum(rates: Sequence[Rate]) -> Rate:
+    return sum(rates[1:], rates[0])
+
+
+def _rows(section: Mapping[str, Any] | None, gpu: Mapping[str, Any] | None) -> Iterator[str]:
     runs: Mapping[str, Any] = section["runs"] if section else {}
     on_gpu: Mapping[str, Any] = gpu["runs"] if gpu else {}
-    for name, run in sorted(first["runs"].items()) if first else ():
-        yield Rate.of(run, Group.BLIND, None).row(f"blind, first run of {name}")
     for group, title in _TITLES.items():
         rates = [
             Rate.of(run, group, on_gpu.get(name))
@@ -92,7 +118,7 @@ def _rows(
             if name != SURVIVORS and group.value in run["tables"]["group"]
         ]
         if rates:
-            yield sum(rates[1:], rates[0]).row(title)
+            yield _sum(rates).row(title)
     again = runs.get(SURVIVORS)
     for group in (Group.COARSE, Group.SUBTLE):
         if again and group.value in again["tables"]["group"]:
