@@ -10,13 +10,13 @@ import pytest
 from loragate.bench.plots import streams_plot
 from loragate.bench.select import select_rows
 from loragate.bench.streams_draw import LAYERS, RANKS, draw
-from loragate.bench.streams_figures import (
+from loragate.bench.streams_figures import StreamFigures
+from loragate.bench.streams_measured import (
     BaselineTimes,
     FormTimes,
     GDNFigures,
     LinearFigures,
     MoEFigures,
-    StreamFigures,
     StreamMeasured,
 )
 from loragate.bench.streams_rows import (

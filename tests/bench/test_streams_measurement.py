@@ -26,7 +26,7 @@ from loragate.bench.lorakernels_streams import InputProjection, LinearLayer
 from loragate.bench.moe_rows import Projection
 from loragate.bench.rows import Linear
 from loragate.bench.streams import measure, run_streams
-from loragate.bench.streams_figures import GDNFigures, LinearFigures, MoEFigures
+from loragate.bench.streams_measured import GDNFigures, LinearFigures, MoEFigures
 from loragate.bench.streams_rows import Adapted, GDNRow, GDNShape, LinearRow, MoERow, StreamRow
 from loragate.bench.vllm_streams import DualStream, load_fork
 from loragate.core.machine import Machine, detect_machine, select_interpreter

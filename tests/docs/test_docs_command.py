@@ -13,13 +13,13 @@ from loragate.bench.drawing import MissingMatplotlib, draw
 from loragate.bench.figures import DenseFigures
 from loragate.bench.moe_figures import MoEFigures as ExpertFigures
 from loragate.bench.plots import Panel, Plot, Series, is_current, plots_of, write_plots
-from loragate.bench.streams_figures import (
+from loragate.bench.streams_figures import StreamFigures
+from loragate.bench.streams_measured import (
     BaselineTimes,
     FormTimes,
     GDNFigures,
     LinearFigures,
     MoEFigures,
-    StreamFigures,
     StreamMeasured,
 )
 from loragate.bench.streams_rows import GDNRow, LinearRow, StreamRow, stream_rows

@@ -12,7 +12,7 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reorder
 from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import local_experts, out_rows, part_of
 from loragate.inputs.placement import bits_of, owned, whole
-from loragate.inputs.pool import reordered_experts, with_huge_unused
+from loragate.inputs.pool_changes import reordered_experts, with_huge_unused
 from loragate.matrix.case import (
     Case,
     Dtype,

@@ -15,7 +15,7 @@ from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_batch, make_pool, torch_dtype
 from loragate.inputs.base_experts import make_base_experts, quantised, reordered_base
 from loragate.inputs.pairs import out_rows, pair_rows
-from loragate.inputs.pool import reordered, trimmed, with_huge_unused
+from loragate.inputs.pool_changes import reordered, trimmed, with_huge_unused
 from loragate.matrix.case import (
     Activation,
     Bias,

@@ -19,7 +19,8 @@ from loragate.bench.moe_rows import PROJECTIONS
 from loragate.bench.moe_rows import RANKS as MOE_RANKS
 from loragate.bench.rows import LINEARS
 from loragate.bench.rows import RANKS as DENSE_RANKS
-from loragate.bench.streams_figures import LinearFigures, StreamFigures
+from loragate.bench.streams_figures import StreamFigures
+from loragate.bench.streams_measured import LinearFigures
 from loragate.core.files import write_atomically
 from loragate.records.results import read_section, require_section
 

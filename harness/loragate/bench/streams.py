@@ -7,9 +7,10 @@ from itertools import chain
 
 from loragate.bench.compiling import compile_ahead
 from loragate.bench.contender import Contender
-from loragate.bench.streams_figures import LinearFigures, StreamFigures, StreamMeasured
+from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.streams_gdn import measure_gdns
 from loragate.bench.streams_linear import measure_linears
+from loragate.bench.streams_measured import LinearFigures, StreamMeasured
 from loragate.bench.streams_moe import measure_moes
 from loragate.bench.streams_rows import (
     SINGLE_STREAM_FORMS,

@@ -14,7 +14,7 @@ import torch
 
 from loragate.bench.contender import Contender
 from loragate.bench.lorakernels_streams import InputProjection
-from loragate.bench.streams_figures import GDNFigures
+from loragate.bench.streams_measured import GDNFigures
 from loragate.bench.streams_rows import GDN_FORMS, GDN_SHAPES, GDN_TOKENS, Adapted, GDNRow
 from loragate.bench.streams_steps import (
     SEED,
@@ -27,7 +27,7 @@ from loragate.bench.streams_steps import (
 from loragate.bench.timer import Clock
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool
-from loragate.inputs.pool import without_slice
+from loragate.inputs.pool_changes import without_slice
 from loragate.protocol import BaseLayer, Pool
 
 

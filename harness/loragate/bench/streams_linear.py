@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from loragate.bench.contender import Contender
 from loragate.bench.lorakernels_streams import LinearLayer
-from loragate.bench.streams_figures import BaselineTimes, LinearFigures
+from loragate.bench.streams_measured import BaselineTimes, LinearFigures
 from loragate.bench.streams_rows import LinearRow
 from loragate.bench.streams_steps import (
     SEED,

@@ -19,7 +19,7 @@ from loragate.bench.lorakernels_moe_streams import MoELayer
 from loragate.bench.moe_delta import SEED
 from loragate.bench.moe_layer import LayerStep, draw_weights, layer_output, make_layer_step
 from loragate.bench.moe_rows import LayerRow
-from loragate.bench.streams_figures import FormTimes, MoEFigures
+from loragate.bench.streams_measured import FormTimes, MoEFigures
 from loragate.bench.streams_rows import MOE_FORMS, MOE_TOKENS, MoERow
 from loragate.bench.streams_steps import PLANNED
 from loragate.bench.timer import Clock

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loragate.bench.contender import Yardstick
 from loragate.bench.lorakernels_streams import FormedLayer
-from loragate.bench.streams_figures import FormTimes
+from loragate.bench.streams_measured import FormTimes
 from loragate.core.machine import Machine
 from loragate.inputs import torch_dtype
 from loragate.inputs.draw import Draw

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.rows import LINEARS
-from loragate.bench.streams_figures import FormTimes, GDNFigures, LinearFigures, StreamFigures
+from loragate.bench.streams_figures import StreamFigures
+from loragate.bench.streams_measured import FormTimes, GDNFigures, LinearFigures
 from loragate.bench.streams_rows import (
     GDN_FORMS,
     GDN_RANK,

@@ -27,7 +27,7 @@ from torch import Tensor
 from loragate.inputs.base_experts import in_halves, laid_out
 from loragate.inputs.batch import copy_batch
 from loragate.inputs.pairs import out_rows
-from loragate.inputs.pool import copied
+from loragate.inputs.pool_changes import copied
 from loragate.matrix.case import (
     Activation,
     Case,

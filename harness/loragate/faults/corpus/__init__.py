@@ -38,6 +38,7 @@ from loragate.faults.corpus import (
     shrink,
     stored,
     streams,
+    streams_of_linear,
     weights,
 )
 from loragate.faults.model import Control, Fault, Needs
@@ -70,6 +71,7 @@ FAULTS: tuple[Fault, ...] = (
     *prepared.FAULTS,
     *graphs.FAULTS,
     *streams.FAULTS,
+    *streams_of_linear.FAULTS,
     *stored.FAULTS,
     *gdn.FAULTS,
     *moe_streams.FAULTS,

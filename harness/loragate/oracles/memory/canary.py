@@ -22,7 +22,7 @@ from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.pairs import OutRows, out_rows, pair_rows
 from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.poison import poisoned_allocations
-from loragate.inputs.pool import with_huge_unused
+from loragate.inputs.pool_changes import with_huge_unused
 from loragate.matrix.case import IN_PLACE_SITES, Case, Write
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.numeric.golden import touched

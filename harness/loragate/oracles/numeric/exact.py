@@ -13,7 +13,7 @@ from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.cancelling import Cancelling, cancelling, has_cancelling
 from loragate.inputs.exactness import EXACT_UNITS, UNIT
 from loragate.inputs.pairs import out_rows
-from loragate.inputs.pool import is_small
+from loragate.inputs.pool_changes import is_small
 from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import Case, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed

@@ -25,7 +25,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.inputs.pool import trimmed
+from loragate.inputs.pool_changes import trimmed
 from loragate.inputs.vocabulary import padding_id
 from loragate.matrix.case import Case, Execution, Ranks, Site
 from loragate.oracles.evidence import judge_bits, passed

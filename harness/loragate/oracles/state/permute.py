@@ -19,7 +19,7 @@ from loragate.inputs import DataKind, copy_batch, reordered_rows
 from loragate.inputs.base_experts import reordered_base
 from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
-from loragate.inputs.pool import reordered, reordered_experts
+from loragate.inputs.pool_changes import reordered, reordered_experts
 from loragate.matrix.case import LINEAR_SITES, MOE_SITES, Quantisation
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseExperts, Batch, Trial

@@ -18,7 +18,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.mapping import BASE_ROW
-from loragate.inputs.pool import copied, factors_of, is_small
+from loragate.inputs.pool_changes import copied, factors_of, is_small
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 

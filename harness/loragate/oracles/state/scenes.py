@@ -10,7 +10,13 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.inputs.pool import is_small, reordered, trimmed, with_zero_scales, without_slice
+from loragate.inputs.pool_changes import (
+    is_small,
+    reordered,
+    trimmed,
+    with_zero_scales,
+    without_slice,
+)
 from loragate.matrix.case import Case, Mix, Quantisation, Ranks, Site, Write
 from loragate.oracles.numeric.golden_layer import rounds_always
 from loragate.protocol import Batch, Pool, Trial, unsupported

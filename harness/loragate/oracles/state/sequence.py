@@ -25,7 +25,7 @@ from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_pool
 from loragate.inputs.batch import rows_of
 from loragate.inputs.placement import bits_of, owned, whole
-from loragate.inputs.pool import with_doubled_scales_of
+from loragate.inputs.pool_changes import with_doubled_scales_of
 from loragate.matrix.case import Ranks
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.state.scenes import Scene, alone, batch_of, scenes
