@@ -51,6 +51,16 @@ def test_only_repeated_ids_occur_twice_in_a_token(expert_map: ExpertMap) -> None
 
 
 @pytest.mark.parametrize("expert_map", ExpertMap)
+def test_a_token_repeats_choices_of_its_own(expert_map: ExpertMap) -> None:
+    case = replace(CASE, expert_map=expert_map)
+    for seed in SEEDS:
+        distinct = routes_of(case, seed).topk_ids.tolist()
+        repeated = routes_of(replace(case, ids=Ids.REPEATED), seed).topk_ids.tolist()
+        for own, row in zip(distinct, repeated, strict=True):
+            assert set(row) <= set(own)
+
+
+@pytest.mark.parametrize("expert_map", ExpertMap)
 def test_unknown_ids_lie_beyond_all_experts_and_below_zero(expert_map: ExpertMap) -> None:
     case = replace(CASE, expert_map=expert_map, ids=Ids.UNKNOWN)
     for seed in SEEDS:

@@ -41,3 +41,13 @@ def test_ranks_hold_whole_heads_and_together_all_of_them_equally_often(tp: int) 
     for rank in range(tp):
         start, stop = kind.local(tp, rank)
         assert (start % 6, stop % 6) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "held"), [(2, [0, 0, 0, 0, 1, 1, 1, 1]), (4, [0, 0, 1, 1, 2, 2, 3, 3])]
+)
+def test_of_fewer_heads_than_ranks_neighbours_hold_the_same_one(
+    heads: int, held: list[int]
+) -> None:
+    kind = Columns(6 * heads, heads)
+    assert [kind.local(8, rank) for rank in range(8)] == [(6 * h, 6 * h + 6) for h in held]

@@ -40,6 +40,12 @@ def copy_kernel(source, target, read, written, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def shifted_kernel(source, target, start):
+    offs = tl.arange(0, 8)
+    tl.store(target + offs, tl.load(source + start + offs))
+
+
+@triton.jit
 def add_kernel(target, at):
     tl.atomic_add(target + at, 1.0)
 
@@ -210,6 +216,23 @@ def test_a_large_integer_that_is_no_address_excuses_nothing() -> None:
     source, target = room()
     with pytest.raises(OutOfBounds, match="1 element read outside"), watched_launches():
         look_up_kernel[(1,)](torch.tensor([8, 1 << 40, 1 << 62]), source, target)
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [
+        (-2, "ahead of all of them"),
+        # between the two, the last elements lie in the second one
+        (14, "at byte 56 of source, which has 32 and is a view of 256"),
+    ],
+)
+def test_a_block_whose_last_elements_lie_in_a_tensor_may_not_begin_outside(
+    start: int, first: str
+) -> None:
+    memory = torch.zeros(64)
+    message = f"kernel shifted_kernel: 2 elements read outside of its tensors, the first {first}$"
+    with pytest.raises(OutOfBounds, match=message), watched_launches():
+        shifted_kernel[(1,)](memory[8:16], memory[24:32], start)
 
 
 def test_no_size_excuses_an_access_far_ahead_of_all_tensors() -> None:
