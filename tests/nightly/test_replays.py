@@ -188,6 +188,19 @@ def test_each_trial_says_what_it_has_shown_and_in_which_process() -> None:
 
 
 @pytest.mark.usefixtures("shell")
+def test_a_result_that_what_ran_before_always_changes_is_compared_with_that_of_the_case_alone() -> (
+    None
+):
+    before = f"--after={_MODULE}:Order.tokens-5"
+    done = _replayed(f"{_MODULE}:Order.tokens-3", before, "--times=2")
+    assert done.returncode == ExitCode.WRONG, done.stdout
+    _, alone, trial, last = done.stdout.splitlines()
+    assert alone.startswith("nothing varied: right ")
+    assert trial.startswith("trial 1: right ")
+    assert last == "2 results in 2 trials of the same inputs"
+
+
+@pytest.mark.usefixtures("shell")
 def test_bits_that_nobody_promises_to_be_equal_are_no_failure() -> None:
     done = _replayed(f"{_MODULE}:Unpromised.tokens-3", "--times=4")
     assert done.returncode == ExitCode.OK, done.stdout
