@@ -188,9 +188,7 @@ def test_each_trial_says_what_it_has_shown_and_in_which_process() -> None:
 
 
 @pytest.mark.usefixtures("shell")
-def test_a_result_that_what_ran_before_always_changes_is_compared_with_that_of_the_case_alone() -> (
-    None
-):
+def test_a_result_that_all_trials_share_is_compared_with_that_of_the_case_alone() -> None:
     before = f"--after={_MODULE}:Order.tokens-5"
     done = _replayed(f"{_MODULE}:Order.tokens-3", before, "--times=2")
     assert done.returncode == ExitCode.WRONG, done.stdout
