@@ -111,6 +111,23 @@ def test_whatever_the_subject_raises_is_its_failure(judge_raising, error):
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.EXCEPTION)
 
 
+class RaisesOnce(BySubject):
+    """As one whose first step fails, or whose steps fail now and then."""
+
+    asked = 0
+
+    def open(self, case: Case, machine: Machine, base: object) -> object:
+        self.asked += 1
+        return super().open(case, machine, base) if self.asked == 1 else object()
+
+
+def test_a_subject_that_has_raised_is_not_asked_until_it_does_not(judge):
+    subject = RaisesOnce(RuntimeError("no kernel yet"))
+    (judged,) = judge(FakeOracle(NAMES[0], asks=True), subject=subject)
+    assert (judged.verdict, judged.failure) == (Verdict.FAIL, Failure.EXCEPTION)
+    assert "no kernel yet" in judged.message
+
+
 def test_an_error_of_an_oracle_says_nothing_about_the_subject(judge, monkeypatch):
     monkeypatch.setitem(globals(), "__name__", "loragate.oracles.fake")
     first, second = judge(FakeOracle(NAMES[0], AssertionError("rounds")), FakeOracle(NAMES[1]))
