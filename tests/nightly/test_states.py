@@ -129,9 +129,13 @@ def test_a_change_of_the_source_begins_anew_for_each_case(trial: NewTrial) -> No
     assert _state([*old, *new, trial(30, path_key="old")]).trials == 1
 
 
-def test_bits_that_are_not_promised_are_no_flake(trial: NewTrial) -> None:
+def test_bits_that_are_not_promised_are_no_flake_and_a_wrong_answer_stays_in_question(
+    trial: NewTrial,
+) -> None:
     trials = [trial(k, promised=False, outcome=Outcome.DIFFERENT) for k in range(9)]
     assert _state(trials).status is Status.NOT_PROMISED
+    wrong = trial(9, promised=False, outcome=Outcome.WRONG, measure="judged", digest="")
+    assert _state([*trials, wrong]).status is Status.UNDECIDED
 
 
 def test_paths_groups_and_devices_are_apart(trial: NewTrial) -> None:

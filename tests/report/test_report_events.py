@@ -132,6 +132,15 @@ def test_text_that_utf8_cannot_hold_does_not_cost_the_record(tmp_path: Path) -> 
     assert read_events(path).events == (replace(event, message="byte ? of a log"),)
 
 
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c", "\r", "\n"])
+def test_a_message_may_hold_any_end_of_a_line(tmp_path: Path, end: str) -> None:
+    event = replace(_finished_with(Judgement(OracleName.EXACT, Verdict.PASS)), message=f"a{end}b")
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, run="r") as writer:
+        writer.write(event)
+    assert read_events(path) == EventLog((event,))
+
+
 def test_figures_that_are_not_finite_are_read_as_numbers_again(tmp_path: Path) -> None:
     metrics = {"error": math.inf, "other": math.nan}
     event = _finished_with(Judgement(OracleName.EXACT, Verdict.PASS, metrics=metrics))
