@@ -13,7 +13,7 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Dtype, Mix, Ranks
 from loragate.oracles.evidence import judge_bits
-from loragate.oracles.numeric.compare import population_finding, populations
+from loragate.oracles.numeric.compare import population_finding, populations, ranks_of_errors
 from loragate.oracles.numeric.errors import row_errors
 from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
@@ -321,3 +321,12 @@ def test_a_nan_in_place_of_a_number_is_an_infinite_error(make_trial: Callable[..
     # a listed finding limits both
     assert judged.metrics["differing"] == 2
     assert judged.metrics["largest"] > torch.finfo(torch.float32).max
+
+
+def test_errors_of_a_layer_are_spread_over_the_fewest_ranks_of_its_products_that_have_any() -> None:
+    none = torch.empty(0)
+    down = Pool(none, (none,), ((8,), (4,), (0,), (3,)), ((1.0,),) * 4)
+    ranks = ((8, 8), (8, 0), (0, 0), (0, 0))
+    layer = Pool(none, (none, none), ranks, ((1.0, 1.0),) * 4, down)
+    assert ranks_of_errors(layer) == ((8,), (4,), (1,), (3,))
+    assert ranks_of_errors(replace(layer, down=None)) == ranks
