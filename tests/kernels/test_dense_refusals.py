@@ -108,6 +108,41 @@ def test_each_wrong_operand_of_a_step_is_refused_by_name(
     assert not step.shrunk.any()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change, message)
+        for op, change, message in REFUSED
+        if op == "delta" and "batch" not in change
+    ],
+)
+def test_a_step_that_is_declared_to_have_no_adapter_refuses_the_same_operands(
+    change: dict[str, Any], message: str
+) -> None:
+    step = Step()
+    with step.batch.without_adapters(ROWS), pytest.raises(ValueError, match=re.escape(message)):
+        step.run("delta", **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(0, K).half()}, "x must be torch.float32 like the weights"),
+        ({"out": torch.ones(0, WIDTH).half()}, "out must be torch.float32 like the weights"),
+        ({"x": torch.ones(0, K + 1)}, f"x must have {K} columns"),
+        ({"out": torch.ones(0, WIDTH - 1)}, f"out must have {WIDTH} columns"),
+        ({"out": torch.ones(1, WIDTH)}, "out must have 0 rows like x"),
+    ],
+)
+def test_a_step_without_rows_refuses_operands_that_no_step_could_take(
+    change: dict[str, Any], message: str
+) -> None:
+    step = Step()
+    operands = {"x": torch.ones(0, K), "out": torch.ones(0, WIDTH)} | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step.run("delta", batch=make_batch(rows=0), **operands)
+
+
 @pytest.mark.parametrize("name", ["x", "out"])
 def test_operands_of_another_device_are_refused(name: str) -> None:
     step = Step()
