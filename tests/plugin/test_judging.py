@@ -18,6 +18,7 @@ from loragate.matrix.case import Case, Dtype, Site
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin import judging, watchdog
 from loragate.plugin.options import SETTINGS
+from loragate.plugin.sticky import lost_device
 
 RUN = CaseRun(
     "a",
@@ -31,6 +32,19 @@ RUN = CaseRun(
         dtype=Dtype.FP32,
     ),
     draw=1,
+)
+
+
+_FINDING = Finding(
+    id="far",
+    subject="a",
+    versions=">=1",
+    kind=Kind.DEFECT,
+    title="t",
+    statement="s",
+    evidence="e",
+    seen_on="1",
+    case=CasePattern(RUN.run_id, OracleName.EXACT, (Failure.NOT_REFUSED,)),
 )
 
 
@@ -55,13 +69,12 @@ def judge(monkeypatch):
 
         monkeypatch.setattr(trial, "open_trial", open_trial)
         monkeypatch.setattr(trial, "run_case", lambda *_, **__: ended)
-        config = SimpleNamespace(stash={SETTINGS: SimpleNamespace(worker="gw0")})
-        item = SimpleNamespace(config=config, user_properties=[])
+        item.config = SimpleNamespace(stash={SETTINGS: SimpleNamespace(worker="gw0")})
         judging._judge(RUN, cast(Any, item), cast(Any, record), listed)
         return record
 
-    record = Record()
-    return SimpleNamespace(run=run, record=record)
+    record, item = Record(), SimpleNamespace(user_properties=[])
+    return SimpleNamespace(run=run, record=record, item=item)
 
 
 def ended(verdict: Verdict) -> CaseFinished:
@@ -87,19 +100,7 @@ def test_a_case_that_does_not_pass_fails_its_test(judge, verdict):
 
 
 def test_a_listed_failure_is_expected_and_excuses_no_other(judge):
-    pattern = CasePattern(RUN.run_id, OracleName.EXACT, (Failure.NOT_REFUSED,))
-    finding = Finding(
-        id="far",
-        subject="a",
-        versions=">=1",
-        kind=Kind.DEFECT,
-        title="t",
-        statement="s",
-        evidence="e",
-        seen_on="1",
-        case=pattern,
-    )
-    listed = (KnownFinding(finding=finding, version="1.0"),)
+    listed = (KnownFinding(finding=_FINDING, version="1.0"),)
     known = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.NOT_REFUSED, "as listed")
     other = Judgement(OracleName.CANARY, Verdict.FAIL, Failure.FOREIGN_MEMORY, "not listed")
     end = replace(ended(Verdict.FAIL), judgements=(known,), failure=None)
@@ -107,6 +108,19 @@ def test_a_listed_failure_is_expected_and_excuses_no_other(judge):
         judge.run(end, listed=listed)
     with pytest.raises(pytest.fail.Exception, match="not listed"):
         judge.run(replace(end, judgements=(known, other)), listed=listed)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_worker_whose_device_is_lost_goes_on_with_nothing_also_where_that_is_listed(
+    judge, is_listed
+):
+    pattern = CasePattern(RUN.run_id, OracleName.EXACT, (Failure.CUDA_STICKY,))
+    listed = (KnownFinding(finding=replace(_FINDING, case=pattern), version="1.0"),)
+    lost = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.CUDA_STICKY, "gone")
+    end = replace(ended(Verdict.FAIL), judgements=(lost,), failure=None)
+    with pytest.raises(pytest.xfail.Exception if is_listed else pytest.fail.Exception):
+        judge.run(end, listed=listed if is_listed else ())
+    assert lost_device(cast(Any, judge.item))
 
 
 def test_a_case_that_no_oracle_judged_skips_its_test_with_the_reason(judge):

@@ -13,9 +13,10 @@ import pytest
 
 from loragate.cli import main
 from loragate.commands import replay as command
-from loragate.core.verdict import ExitCode, Verdict
+from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
+from loragate.matrix.case_run import CaseRun
 from loragate.run.replay_process import ReplayFolder, ReplayRequest
 
 _MATRIX = Path(__file__).parent / "misbehaving" / "replayed.yaml"
@@ -158,6 +159,23 @@ def test_a_replay_runs_the_named_repeat_and_those_before_it(monkeypatch, named, 
     assert main(["replay", f"torch.tokens-21{named}", *options, f"--matrix={_MATRIX}"]) == 0
     (request,) = asked
     assert [f"#{run.id.partition('#')[2] or 0}" for run in request.runs] == runs
+
+
+@pytest.mark.parametrize(
+    "verdict", [Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.SKIP]
+)
+def test_a_replay_ends_with_the_first_repeat_that_does_not_pass(
+    monkeypatch: pytest.MonkeyPatch, verdict: Verdict
+) -> None:
+    given = iter((Verdict.PASS, verdict, Verdict.PASS))
+
+    def run_case(run: CaseRun, *_: object, **__: object) -> CaseFinished:
+        return end_of(run, next(given), worker="replay", gpu="", duration_s=0.1)
+
+    monkeypatch.setattr("loragate.run.trial.run_case", run_case)
+    arguments = ["replay", "torch.tokens-21", "--repeats=3", "--in-process"]
+    assert main([*arguments, f"--matrix={_MATRIX}"]) == EXIT_CODES[verdict]
+    assert list(given) == [Verdict.PASS]
 
 
 @pytest.mark.parametrize(
