@@ -425,3 +425,13 @@ def test_slots_in_tensors_of_a_server_cannot_be_sharded() -> None:
     tensors = [torch.zeros(1)] * 4
     with pytest.raises(ValueError, match="sharded by rank cannot be in tensors of a server"):
         RankShardedSlots.over(*tensors, slice_widths=[1])
+
+
+@pytest.mark.parametrize(("tp_size", "inputs"), [(2, 64), (8, 16)])
+def test_sharded_slots_of_a_padded_layer_have_a_part_of_its_padded_inputs(
+    tp_size: int, inputs: int
+) -> None:
+    options: dict[str, Any] = {"slices": OUT, "parallel": Parallel.ROW, "tp_size": tp_size}
+    options |= {"in_features": 100, "padded_in_features": 128, "tp_rank": tp_size - 1}
+    slots = sharded_slots(**options, num_slots=1, rank=8, dtype=torch.float32, device="cpu")
+    assert slots.in_features == inputs

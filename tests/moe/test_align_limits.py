@@ -16,6 +16,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.moe.align.kernels.count import sum_counts_kernel  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.tiles import base_tile_height, tile_height  # noqa: E402
 from lorakernels.runtime import tuning  # noqa: E402
 
 GUARD = 4096
@@ -91,6 +92,30 @@ def test_no_way_to_align_writes_past_its_buffers(
         assert pairs.tile_pairs[pairs.tile_pairs >= 0].tolist() == tiled
         if limits.with_base:
             assert pairs.base_pairs[pairs.base_pairs >= 0].tolist() == [pair for *_, pair in order]
+
+
+# the largest step has tiles of 64 pairs, and some smaller ones have lower tiles
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(17, 8, 8), (24, 6, 9)])
+def test_no_step_begins_more_tiles_than_its_tables_have(
+    tokens: int, top_k: int, experts: int
+) -> None:
+    sizes = {"max_tokens": tokens, "top_k": top_k, "num_experts": experts, "max_slots": 1}
+    pairs = PairMetadata(**sizes, device="cpu", with_base=True)
+    names = ("tile_slots", "tile_experts", "tile_pairs", "base_experts", "base_pairs")
+    guards = [guard for name in names for guard in _guards(pairs, name)]
+    batch = BatchMetadata(max_tokens=tokens, max_slots=1, device="cpu")
+    for rows in range(2, tokens + 1):
+        number = rows * top_k
+        for height in (tile_height(number, experts), base_tile_height(number, experts)):
+            # each expert has one pair more than full tiles hold
+            chosen = [*range(experts), *(e for e in range(experts) for _ in range(height))] * 2
+            ids = torch.tensor(chosen[:number], dtype=torch.int32).view(rows, top_k)
+            batch.prepare(torch.zeros(rows, dtype=torch.int32))
+            pairs.prepare(ids, batch)
+            assert all((guard == MAGIC).all() for guard in guards), (rows, height)
+            assert int(pairs.num_base_tiles) <= len(pairs.base_experts)
+            for table in (pairs.tile_pairs, pairs.base_pairs):
+                assert sorted(table[table >= 0].tolist()) == list(range(number))
 
 
 def _guards(pairs: PairMetadata, name: str) -> tuple[Tensor, Tensor]:
