@@ -143,6 +143,18 @@ def test_a_repeat_that_fails_is_named_in_every_report(
     assert (properties["draw"], properties["repeat"]) == ("0", "1")
 
 
+def test_a_draw_that_kills_its_worker_is_replayed_and_not_one_that_passed(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    passed = finished("mine.a", replay="loragate replay mine.a --draw 0")
+    lost = CaseStarted(run_id="mine.a", worker="gw0", draw=1, seed=1)
+    summary = _judge(plan("mine.a", draws=(0, 1)), passed, lost, *closing)
+    (case,) = summary.cases
+    assert (case.verdict, case.failure) == (Verdict.FAIL, Failure.CRASH)
+    assert case.judgements == ()
+    assert case.replay.endswith("replay mine.a --draw 1")
+
+
 def test_progress_names_draw_and_repeat_of_a_failure(plan: Plan, finished: Finished) -> None:
     progress = Progress(Colour.OFF, Liveness.LOG)
     progress.feed(plan("mine.a", draws=(0,), repeats=2))
