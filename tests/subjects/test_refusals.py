@@ -18,6 +18,7 @@ from loragate.matrix.case import (
     Site,
     Streams,
 )
+from loragate.matrix.engine_case import Model, Speculation
 from loragate.subjects.lorakernels.refusals import refusal
 from lorakernels.runtime.tuning import DEFAULT
 
@@ -26,6 +27,10 @@ CASE = Case(
 )
 SHARDED = replace(CASE, parallel=Parallel.COLUMN, tp=3, sharding=Sharding.RANK)
 STORED = replace(CASE, streams=Streams.DUAL, beside=Beside.DELTA)
+ENGINE = Case(
+    site=Site.ENGINE, tokens=0, in_features=0, slices=(), rank=8, slots=2, dtype=Dtype.BF16
+)
+HYBRID = replace(ENGINE, model=Model.HYBRID)
 MOST_ROWS = DEFAULT.dense.stored_values // (96 + 48)
 
 
@@ -44,6 +49,11 @@ MOST_ROWS = DEFAULT.dense.stored_values // (96 + 48)
         (
             replace(CASE, base=Base.CALLABLE, streams=Streams.DUAL),
             "a layer around a linear that exists runs on one stream",
+        ),
+        (replace(ENGINE, streams=Streams.DUAL), "the decoder runs its layers on one stream"),
+        (
+            replace(HYBRID, speculation=Speculation.NGRAM),
+            "the state of its delta nets cannot be taken back from a rejected draft",
         ),
     ],
 )
@@ -64,6 +74,11 @@ def test_a_case_beyond_what_a_layer_can_do_is_refused_with_its_reason(case: Case
         # a rank keeps its own columns
         replace(STORED, tokens=2 * MOST_ROWS, parallel=Parallel.COLUMN, tp=2),
         replace(CASE, tokens=2 * MOST_ROWS, streams=Streams.DUAL),
+        *(
+            replace(ENGINE, model=model, speculation=speculation)
+            for model in (Model.DENSE, Model.MOE)
+            for speculation in Speculation
+        ),
     ],
 )
 def test_a_case_at_the_limit_is_run(case: Case):
