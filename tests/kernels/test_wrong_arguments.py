@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -103,14 +104,16 @@ CHOICES: list[tuple[str, type[Any], Callable[[Any], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "call"), CHOICES)
-def test_a_string_is_no_member_of_an_enum(
+def test_a_string_and_a_member_of_another_enum_are_no_member_of_an_enum(
     name: str, kind: type[Any], call: Callable[[Any], object]
 ) -> None:
     member = next(iter(kind))
     # the member itself is taken
     call(member)
     allowed = ", ".join(f"{kind.__name__}.{one.name}" for one in kind)
-    for given in (member.name, member.name.lower(), "typo"):
+    # as the form of another layer, which stands for another number
+    other = Enum("Other", {one.name: number for number, one in enumerate(kind, 7)})
+    for given in (member.name, member.name.lower(), "typo", other[member.name]):
         with refused(f"{name} must be one of {allowed} (got {given!r})"):
             call(given)
 
