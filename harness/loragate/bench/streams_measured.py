@@ -142,6 +142,7 @@ StreamMeasured = LinearFigures | GDNFigures | MoEFigures
 
 
 def linear_payload(figures: LinearFigures) -> dict[str, Any]:
+    """JSON record of a linear layer; `read_linear` reads it."""
     return asdict(figures) | {
         # for readers of the file; `from_payload` derives these again
         "id": figures.row.id,
@@ -153,10 +154,12 @@ def linear_payload(figures: LinearFigures) -> dict[str, Any]:
 
 
 def layer_payload(figures: GDNFigures | MoEFigures) -> dict[str, Any]:
+    """JSON record of another layer; `read_gdn` and `read_moe` read it."""
     return asdict(figures) | {"id": figures.row.id, "plan_ratio": figures.plan_ratio}
 
 
 def read_linear(record: Mapping[str, Any]) -> LinearFigures:
+    """Raises KeyError for a field that is not there, as the others do."""
     row, baseline = dict(record["row"]), record["baseline"]
     shape = row.pop("shape")
     return LinearFigures(
