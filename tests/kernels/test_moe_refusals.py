@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -116,6 +117,37 @@ def test_an_output_of_a_delta_that_overlaps_itself_is_refused(out: Tensor) -> No
     scene = Scene()
     with pytest.raises(ValueError, match=r"^out must not overlap itself in memory"):
         scene.run_delta(scene.prepared(), scene.scratch.workspace, out)
+
+
+WRONG_OPERANDS: tuple[tuple[dict[str, Tensor], str], ...] = (
+    ({"out": torch.zeros(TOKENS, 2 * INTER + 1)}, f"out must be [{TOKENS}, {2 * INTER}]"),
+    ({"out": torch.zeros(TOKENS + 1, 2 * INTER)}, f"out must be [{TOKENS}, {2 * INTER}]"),
+    ({"out": torch.zeros(TOKENS, 2 * INTER).half()}, "out must be torch.float32 like the weights"),
+    ({"out": torch.zeros(1, 2 * INTER).expand(TOKENS, -1)}, "out must not overlap itself"),
+    ({"x": torch.ones(TOKENS, HIDDEN - 1)}, f"x must have {HIDDEN} columns"),
+    ({"x": torch.ones(TOKENS, HIDDEN).half()}, "x must be torch.float32 like the weights"),
+    ({"router_weights": torch.ones(TOKENS, 1).half()}, "router_weights must be float32 with 3"),
+    ({"router_weights": torch.ones(TOKENS + 1, 1)}, "router_weights must be float32 with 3"),
+    ({"router_weights": torch.ones(TOKENS, 2)[:, :1]}, "router_weights must be contiguous"),
+)
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+@pytest.mark.parametrize(("change", "message"), WRONG_OPERANDS)
+def test_wrong_operands_of_a_delta_are_refused_also_in_steps_that_are_said_to_have_no_adapter(
+    change: dict[str, Tensor], message: str, has_adapters: bool
+) -> None:
+    scene = Scene()
+    operands = {"x": scene.x, "out": torch.zeros(TOKENS, 2 * INTER), "router_weights": None}
+    x, out, router = (operands | change).values()
+    assert x is not None
+    assert out is not None
+    with nullcontext() if has_adapters else scene.batch.without_adapters(TOKENS):
+        pairs = scene.prepared()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            moe_delta(
+                x, scene.layer.w13_slots, pairs, scene.scratch.workspace, out, router_weights=router
+            )
 
 
 def test_an_output_whose_columns_are_far_apart_does_not_overlap_itself() -> None:
