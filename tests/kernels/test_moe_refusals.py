@@ -210,6 +210,19 @@ def test_tables_have_room_for_base_rows_only_where_that_is_asked_for() -> None:
     assert len(make_pairs().base_pairs) > 1
 
 
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_experts_refuse_pairs_without_base_tiles_whether_they_have_adapters_or_not(
+    has_adapters: bool,
+) -> None:
+    scene, pairs = Scene(), make_pairs(with_base=False)
+    pairs.prepare(scene.ids, scene.batch)
+    slots = scene.layer.w13_slots, scene.layer.w2_slots
+    lora = ExpertLoRA(*slots, scene.scratch.workspace) if has_adapters else None
+    operands = scene.x, *weights(), scene.router, pairs, scene.scratch.buffers
+    with pytest.raises(ValueError, match=r"^pairs must be made with_base"):
+        run_experts(*operands, torch.zeros_like(scene.x), lora=lora)
+
+
 def test_pairs_that_were_never_prepared_are_refused() -> None:
     scene, pairs = Scene(), make_pairs()
     workspace = MoEWorkspace([scene.layer.w13_slots, scene.layer.w2_slots], **SIZES)
