@@ -257,7 +257,9 @@ def test_a_step_without_tokens_has_no_tiles() -> None:
     [
         (torch.zeros(3, 2, dtype=torch.int64), "topk_ids must be int32"),
         (torch.zeros(3, 3, dtype=torch.int32), "topk_ids must have 2 columns"),
+        (torch.zeros(3, 1, dtype=torch.int32), "topk_ids must have 2 columns"),
         (torch.zeros(4, 2, dtype=torch.int32), "topk_ids must have 3 rows"),
+        (torch.zeros(2, 2, dtype=torch.int32), "topk_ids must have 3 rows"),
         (torch.zeros(2, 3, dtype=torch.int32).T, "topk_ids must be contiguous"),
     ],
 )

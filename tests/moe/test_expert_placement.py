@@ -244,6 +244,14 @@ def test_ids_of_another_device_are_refused_with_replicas_as_without(
             "each of the 3 experts must be on a rank (missing 1)",
         ),
         (
+            lambda: ExpertPlacement.of_places([0, 1, 2, 0], 2, num_experts=4),
+            "each of the 4 experts must be on a rank (missing 3)",
+        ),
+        (
+            lambda: ExpertPlacement.of_places([2, 1, 2, 1], 2, num_experts=3),
+            "each of the 3 experts must be on a rank (missing 0)",
+        ),
+        (
             lambda: ExpertPlacement.of_places([0, 1, 2], 2, num_experts=3),
             "ep_size must divide 3 places (got 2)",
         ),
