@@ -188,6 +188,7 @@ def test_each_factor_of_a_linear_module_is_checked_by_itself(
         ((3, 5, 8), (3, 8, 4), "lora_A of {} must have rank 4"),
         ((3, 4, 8), (3, 8, 5), "lora_B of {} must have rank 4"),
         ((12, 8), (8, 16), "factors of {} must be [experts * 4, in] and [out, 4 * experts]"),
+        ((16, 8), (8, 12), "factors of {} must be [experts * 4, in] and [out, 4 * experts]"),
         ((10, 8), (8, 10), "factors of {} must be [experts * 4, in] and [out, 4 * experts]"),
     ],
 )

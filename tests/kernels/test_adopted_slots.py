@@ -91,6 +91,7 @@ def test_adopted_tensors_are_those_that_are_read_and_written() -> None:
     [
         (0, lambda t: t[0], "a must have four dimensions"),
         (0, lambda t: t[:, :1], "a must have 2 slices (got 1)"),
+        (0, lambda t: torch.cat([t, t], dim=1), "a must have 2 slices (got 4)"),
         (0, lambda t: t.mT.contiguous().mT, "a must be contiguous"),
         (0, lambda t: t.to(torch.float64), "dtype must be float16, bfloat16 or float32"),
         (1, lambda t: t[:, 1:], "b must be [2, 17, 4] (got [2, 16, 4])"),
