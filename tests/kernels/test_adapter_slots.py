@@ -321,12 +321,14 @@ def test_the_listing_of_many_modules_is_cut_short() -> None:
     )
 
 
-def test_layers_of_different_slot_counts_are_refused() -> None:
+def test_layers_of_different_slot_counts_and_no_layers_are_refused() -> None:
     layers = model() | {"lm_head": Layer({"lm_head": (0,)}, num_slots=3)}
     with pytest.raises(
         ValueError, match=r"^layers must have one number of slots \(got \[2, 3\]\)$"
     ):
         AdapterSlots(layers)
+    with pytest.raises(ValueError, match=r"^layers must have one number of slots \(got \[\]\)$"):
+        AdapterSlots({})
 
 
 def test_two_layers_that_serve_one_module_are_refused() -> None:
