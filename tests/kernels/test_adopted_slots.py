@@ -226,6 +226,7 @@ def test_a_slot_that_is_loaded_here_is_loaded_in_the_views() -> None:
     [
         (lambda a, b: ([], []), "a and b must have a stack for each slice (got 0 and 0)"),
         (lambda a, b: (a, b[:1]), "(got 2 and 1)"),
+        (lambda a, b: (a[:1], b), "(got 1 and 2)"),
         (lambda a, b: ([a[0][0], a[1]], b), "a must be [slots, 1, .., ..] (got [1, 4, 20])"),
         (lambda a, b: ([a[0], a[1][..., 1:]], b), "a of slice 1 must be [2, 1, 4, 20]"),
         (lambda a, b: (a, [b[0], b[1][:1]]), "b of slice 1 must be [2, 1, 5, 4]"),

@@ -180,6 +180,8 @@ def test_a_reload_leaves_nothing_of_the_adapter_before() -> None:
     [
         (torch.zeros(4), "ids must be int32 or int64 (got torch.float32)"),
         (torch.zeros(3, dtype=torch.int64), "ids must have 4 rows like out (got 3)"),
+        (torch.zeros(5, dtype=torch.int64), "ids must have 4 rows like out (got 5)"),
+        (torch.tensor(0), "ids must have one dimension (got shape [])"),
         (torch.zeros(2, 2, dtype=torch.int64), "ids must have one dimension (got shape [2, 2])"),
     ],
 )

@@ -77,6 +77,8 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
         (0, [factors(2, 6, scale=1e39), None], "scale of slice 0 must be finite in float32"),
         (0, [factors(2, 6, scale=10**400), None], "scale of slice 0 must be finite in float32"),
         (0, [factors(2, 6, scale=1e-50), None], "scale of slice 0 must not vanish in float32"),
+        (0, [factors(2, 6, scale=-1e-50), None], "scale of slice 0 must not vanish in float32"),
+        (0, [factors(2, 6, scale=-1e39), None], "scale of slice 0 must be finite in float32"),
         (
             0,
             [LoRAFactors(torch.zeros(2, 5, dtype=torch.int8), torch.zeros(6, 2), 1.0), None],
