@@ -228,6 +228,10 @@ def test_a_slot_that_is_loaded_here_is_loaded_in_the_views() -> None:
         (lambda a, b: (a, b[:1]), "(got 2 and 1)"),
         (lambda a, b: (a[:1], b), "(got 1 and 2)"),
         (lambda a, b: ([a[0][0], a[1]], b), "a must be [slots, 1, .., ..] (got [1, 4, 20])"),
+        (
+            lambda a, b: (a, [b[0], b[1][None]]),
+            "b must be [slots, 1, .., ..] (got [1, 2, 1, 5, 4])",
+        ),
         (lambda a, b: ([a[0], a[1][..., 1:]], b), "a of slice 1 must be [2, 1, 4, 20]"),
         (lambda a, b: (a, [b[0], b[1][:1]]), "b of slice 1 must be [2, 1, 5, 4]"),
         (lambda a, b: (a, [b[0].half(), b[1]]), "b of slice 0 must be torch.float32"),
