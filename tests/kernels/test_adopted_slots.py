@@ -90,6 +90,7 @@ def test_adopted_tensors_are_those_that_are_read_and_written() -> None:
     ("field", "change", "message"),
     [
         (0, lambda t: t[0], "a must have four dimensions"),
+        (0, lambda t: t[None], "a must have four dimensions"),
         (0, lambda t: t[:, :1], "a must have 2 slices (got 1)"),
         (0, lambda t: torch.cat([t, t], dim=1), "a must have 2 slices (got 4)"),
         (0, lambda t: t.mT.contiguous().mT, "a must be contiguous"),

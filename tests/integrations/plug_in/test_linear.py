@@ -177,13 +177,14 @@ def test_more_rows_than_the_server_was_set_up_for_are_refused(server: Any, linea
         linear.layer(torch.zeros(3000, 24))
 
 
-def test_a_scale_that_is_not_in_b_is_refused(server: Any, linear: Any) -> None:
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_a_scale_that_is_not_in_b_is_refused(scale: float, server: Any, linear: Any) -> None:
     server.step(MIXED)
     layer = linear.layer
     stacks = (layer.lora_a_stacked, layer.lora_b_stacked)
     with pytest.raises(ValueError, match="scale must be 1"):
         server.wrapper.add_lora_linear(
-            torch.zeros(7, 32), torch.zeros(7, 24), *stacks, 0.5, (20, 12)
+            torch.zeros(7, 32), torch.zeros(7, 24), *stacks, scale, (20, 12)
         )
 
 
