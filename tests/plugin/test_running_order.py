@@ -122,6 +122,23 @@ def test_draws_of_an_engine_begin_on_all_workers_and_those_of_other_cases_stay_t
     assert parts.count(2) <= 8
 
 
+def test_the_first_draws_of_all_engines_begin_before_later_draws() -> None:
+    cases = [
+        [compiling_run_of(Site.ENGINE, slots, draw) for draw in range(3)] for slots in (2, 3, 4)
+    ]
+    cases[1] = cases[1][:2]
+    durations = {
+        case[0].run_id: seconds for case, seconds in zip(cases, (9.0, 5.0, 7.0), strict=True)
+    }
+    runs = [run for case in cases for run in case]
+    ordered = running_order(runs, durations=durations, workers=Workers(1, 1))
+    assert [(run.draw, run.case.slots) for run in ordered] == [
+        *((0, 2), (0, 4), (0, 3)),
+        *((1, 2), (1, 4), (1, 3)),
+        *((2, 2), (2, 4)),
+    ]
+
+
 @pytest.mark.parametrize("draws", [1, 3, 20])
 @pytest.mark.parametrize("cases", [0, 1, 5])
 def test_every_draw_runs_whatever_the_sizes_of_the_shares(cases: int, draws: int) -> None:

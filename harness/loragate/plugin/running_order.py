@@ -9,8 +9,10 @@ Engines and whole MoE layers compile most, whatever their size: on an H200 a cas
 takes three times as long as one of another site. Each worker begins with some of them. One worker
 with all of them would end minutes after the others, and one of them that was the last case of a
 worker would keep all others waiting. An engine is a process of its own, whose start takes longest;
-its draws have nothing in common, so they are dealt one by one: with 20 draws of each case four H200
-were idle for 5 of 25 minutes, but for the later draws of the engines of a few workers.
+its draws are dealt one by one: with 20 draws of each case four H200 were idle for 5 of 25 minutes,
+but for the later draws of the engines of a few workers. The first draws of all engines come first,
+since an engine loads what an earlier draw of its case has compiled and stored: draws that begin at
+the same time all compile the same (40 s each with vLLM).
 
 A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It
 costs the worker, which is replaced while the others are at work. Where workers are too few, they
@@ -22,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TypeVar
 
 import pytest
@@ -32,8 +34,8 @@ from loragate.matrix.case_run import CaseRun
 
 WORKER_INPUT_GPUS = "loragate_gpus"
 
-# from the sites whose cases take longest to compile
-_COMPILING = (Site.ENGINE, Site.MOE_LAYER)
+# the sites whose cases take longest to compile
+_DEALT = (Site.ENGINE, Site.MOE_LAYER)
 
 _Item = TypeVar("_Item")
 
@@ -44,11 +46,6 @@ class Workers:
 
     count: int
     gpus: int
-
-
-def _compiles(site: Site) -> int:
-    """How much a case of the site compiles: more than one of any site with a lower number."""
-    return len(_COMPILING) - _COMPILING.index(site) if site in _COMPILING else 0
 
 
 def workers_of(config: pytest.Config) -> Workers:
@@ -80,8 +77,8 @@ def running_order(
     and first or last those that run `alone`. The draws and repeats of a case stay together, but for
     those of engines."""
 
-    def size(run: CaseRun) -> tuple[int, int]:
-        return _compiles(run.case.site), run.case.tokens * run.case.top_k
+    def size(run: CaseRun) -> int:
+        return run.case.tokens * run.case.top_k
 
     known = [run for run in runs if run.run_id in durations]
     unknown = [run for run in runs if run.run_id not in durations]
@@ -95,15 +92,16 @@ def running_order(
     lone = [case for case in cases if alone(case[0])]
     begin = may_begin([run for case in lone for run in case], workers)
     beside = [case for case in cases if not alone(case[0])]
-    compiling = [part for case in beside if _compiles(case[0].case.site) for part in _dealt(case)]
-    others = [case for case in beside if not _compiles(case[0].case.site)]
-    dealt = [*lone, *compiling] if begin else compiling
+    engines = [case for case in beside if case[0].case.site is Site.ENGINE]
+    layers = [case for case in beside if case[0].case.site is Site.MOE_LAYER]
+    others = [case for case in beside if case[0].case.site not in _DEALT]
+    dealt = [*(lone if begin else ()), *_one_of_each_in_turn(engines), *layers]
     return spread_over_gpus(others, workers, dealt=dealt, last=[] if begin else lone)
 
 
-def _dealt(case: Sequence[CaseRun]) -> Sequence[Sequence[CaseRun]]:
-    """The runs of a case, in parts of which each stays on one worker."""
-    return [[run] for run in case] if case[0].case.site is Site.ENGINE else [case]
+def _one_of_each_in_turn(cases: Sequence[Sequence[CaseRun]]) -> list[Sequence[CaseRun]]:
+    """The first runs of all cases, then their second runs, and so on, each by itself."""
+    return [[run] for turn in zip_longest(*cases) for run in turn if run is not None]
 
 
 def spread_over_gpus(
