@@ -195,6 +195,17 @@ def test_the_number_of_seeds_is_read_from_records_of_every_version(key: str) -> 
     assert said.endswith(f"{first} a and b with 2 seeds ({times}): 6 trials; no failures.")
 
 
+def test_a_record_of_some_case_files_names_them_and_the_tier() -> None:
+    count = {"executed": 3, "expected": 3, "passed": 3, "subject": "torch", "site": "engine"}
+    seeds = {"subjects": ["torch"], "duration_s": 125.0, "seeds": [{"counts": {"a": count}}] * 2}
+    gate = seeds | {"counts": [count], "tier": "premerge", "machine": {"name": "NVIDIA H200"}}
+    of_files = {"tier": "nightly", "matrix": ["cases/engine.yaml", "mine.yaml"]}
+    said = gate_sentences(gate, [seeds | of_files, seeds | {"tier": "premerge"}])
+    files = "2 seeds of the nightly cases in cases/engine.yaml, mine.yaml (2 min 05 s): 6 trials"
+    assert files in said
+    assert said.endswith("torch with 2 seeds (2 min 05 s): 6 trials; no failures.")
+
+
 @pytest.mark.parametrize(
     ("record", "of_gate", "of_seeds"),
     [

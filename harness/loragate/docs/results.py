@@ -152,10 +152,12 @@ def gate_sentences(gate: Section, seeds: Sequence[Section]) -> str:
 
 def _seeds_sentence(seeds: Section) -> str:
     drawn = [count for seed in seeds["seeds"] for count in seed["counts"].values()]
+    files = ", ".join(seeds.get("matrix", ()))
+    of = f" of the {seeds['tier']} cases in {files}" if files else ""
     several = f", {seeds['gpus']} GPUs" if seeds.get("gpus", 0) > 1 else ""
     shared = ", MPS" if seeds.get("mps") else ""
     return (
-        f"{' and '.join(seeds['subjects'])} with {len(seeds['seeds'])} seeds "
+        f"{' and '.join(seeds['subjects'])} with {len(seeds['seeds'])} seeds{of} "
         f"({_length(seeds)}{several}{shared}): {_total(drawn, 'executed')} trials; "
         f"{_failures(drawn)}."
     )
