@@ -134,6 +134,18 @@ def test_the_one_factor_that_makes_a_changing_result_constant_is_named(
     assert (found.cause, found.changed, found.tried) == (cause, 10, 20)
 
 
+@pytest.mark.parametrize("held", [{"memory": Memory.ZEROS}, {"clock": Clock.SLOW}])
+def test_a_result_is_not_constant_where_the_machine_failed_in_most_trials(
+    held: dict[str, object],
+) -> None:
+    still, turns = replace(PLAIN, **held), cycle(["good", "odd"])  # type: ignore[arg-type]
+
+    def failing(cell: Cell, count: int) -> Sequence[str]:
+        return ["good"] if cell.conditions == still else [next(turns) for _ in range(count)]
+
+    assert diagnose(_suspect(), failing).cause is Cause.RUN_TO_RUN
+
+
 def test_a_result_that_changes_whatever_is_held_changes_from_run_to_run() -> None:
     turns = cycle(["good", "good", "good", "good", "odd"])
     found = diagnose(_suspect(), _Lab(lambda cell: next(turns)))

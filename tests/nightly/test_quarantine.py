@@ -131,6 +131,19 @@ def test_a_case_with_other_bits_in_one_process_of_each_night_is_not_released(
     assert (found.clean, found.failures, found.released) == (0, 25, False)
 
 
+def test_a_case_with_other_bits_in_all_trials_of_some_nights_is_not_released(
+    trial: NewTrial,
+) -> None:
+    nights = [
+        trial(k, f"night-{night}", case="a", at=_BEGIN + night, digest="bb" if night == 3 else "aa")
+        for night in range(5)
+        for k in range(4)
+    ]
+    (found,) = held([_HELD], nights, (), date(2026, 11, 26))
+    # those since the fourth night
+    assert (found.clean, found.failures, found.released) == (1, 4, False)
+
+
 def test_bits_that_another_environment_or_source_explains_do_not_keep_a_case(
     trial: NewTrial, scan_run: Callable[..., ScanRun]
 ) -> None:

@@ -36,14 +36,18 @@ def test_tensors_of_lists_and_of_tuples_are_named_by_their_place(kind: type) -> 
 
 def test_parameters_buffers_and_objects_of_layers_are_held() -> None:
     weight, scale, table = nn.Parameter(torch.empty(1)), torch.empty(2), torch.empty(3)
+    shift = torch.empty(4)
     part = _class(OWN)()
     part.table = table
     layer = _layer(weight=weight, part=part)
     layer.register_buffer("scale", scale)
+    # one that checkpoints leave out is read by kernels as any other
+    layer.register_buffer("shift", shift, persistent=False)
     found = held_tensors(_layer(inner=layer))
     assert {name: id(value) for name, value in found.items()} == {
         "inner.weight": id(weight),
         "inner.scale": id(scale),
+        "inner.shift": id(shift),
         "inner.part.table": id(table),
     }
 
