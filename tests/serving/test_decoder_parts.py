@@ -122,6 +122,18 @@ def test_modules_of_one_layer_must_be_called_in_their_order_with_one_tensor() ->
         attention.k_proj(other)
 
 
+def test_a_pass_that_was_broken_off_is_computed_again_from_what_its_tensor_holds_then() -> None:
+    attention = small_decoder("qwen3").model.get_submodule(ATTENTION)
+    attention.packed_qkv_proj._place.get().batch.prepare(torch.tensor([-1], dtype=torch.int32))
+    modules = attention.q_proj, attention.k_proj, attention.v_proj
+    x, later = torch.randn(1, 1, 32), torch.randn(1, 1, 32)
+    wanted = [module(later) for module in modules]
+    attention.q_proj(x)
+    # as buffers of steps are
+    x.copy_(later)
+    assert all(torch.equal(module(x), each) for module, each in zip(modules, wanted, strict=True))
+
+
 def test_modules_of_one_layer_keep_neither_their_input_nor_their_columns() -> None:
     attention = small_decoder("qwen3").model.get_submodule(ATTENTION)
     attention.packed_qkv_proj._place.get().batch.prepare(torch.tensor([-1], dtype=torch.int32))
