@@ -123,6 +123,16 @@ def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed():
     assert not list(abandoned_cases(log, leg="y", why="interrupted"))
 
 
+def test_each_draw_of_a_case_that_was_stopped_has_an_end_whichever_began_last() -> None:
+    starts = [
+        CaseStarted(run_id=RUN.run_id, worker=f"gw{draw}", draw=draw, seed=draw)
+        for draw in range(3)
+    ]
+    log = EventLog((plan(), *starts, end(AGAIN)))
+    ends = list(abandoned_cases(log, leg="x", why="interrupted"))
+    assert [(ended.trial, ended.worker) for ended in ends] == [((0, 0), "gw0"), ((2, 0), "gw2")]
+
+
 def test_a_case_that_was_stopped_keeps_the_replay_command_of_its_worker():
     replay = f"../ci/loragate replay {RUN.run_id} --draw 0 --matrix /mine.yaml"
     start = CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1, replay=replay)

@@ -244,6 +244,23 @@ def test_a_shard_with_local_changes_is_named_because_nothing_compares_them(
         assert summary.plan.tree is Tree.DIRTY
 
 
+@pytest.mark.parametrize(
+    ("trees", "expected"),
+    [
+        ((Tree.CLEAN, Tree.UNKNOWN, Tree.CLEAN), Tree.UNKNOWN),
+        ((Tree.UNKNOWN, Tree.DIRTY, Tree.CLEAN), Tree.DIRTY),
+        ((Tree.DIRTY, Tree.UNKNOWN, Tree.UNKNOWN), Tree.DIRTY),
+    ],
+)
+def test_a_merged_run_is_of_a_tree_as_doubtful_as_that_of_any_shard(
+    shards: Shards, trees: tuple[Tree, ...], expected: Tree
+) -> None:
+    of = dict(zip(shards, trees, strict=True))
+    plan = merged({k: changed(events, tree=of[k]) for k, events in shards.items()}).plan
+    assert plan is not None
+    assert plan.tree is expected
+
+
 def test_host_tests_keep_their_leg_and_workers_name_their_shard(
     shards: Shards, finished: Callable[..., CaseFinished]
 ) -> None:

@@ -75,7 +75,7 @@ def _merged_plan(
     run: str,
 ) -> RunStarted:
     plans = [report.plan for report in reports]
-    dirty = [found.tree for found in plans if found.tree is not Tree.CLEAN]
+    trees = {found.tree for found in plans}
     parts = [plan[index] for index in sorted(plan)]
     return replace(
         plans[0],
@@ -86,7 +86,7 @@ def _merged_plan(
             _expected(row, part.index, shared) for part in parts for row in part.expected
         ),
         skipped=tuple(skip for found in plans for skip in found.skipped),
-        tree=dirty[0] if dirty else Tree.CLEAN,
+        tree=next((tree for tree in (Tree.DIRTY, Tree.UNKNOWN) if tree in trees), Tree.CLEAN),
         shard=None,
     )
 
