@@ -40,14 +40,14 @@ def pytest_runtest_call(item):
 """
 
 
-def fault(name: str, test: str, new: str) -> Fault:
+def fault(name: str, new: str, *tests: str) -> Fault:
     return Fault(
         name=name,
         edit=Edit("lorakernels.layers.partition", START, new),
         group=Group.LAYER,
         source="own",
         why="It is wrong.",
-        killers=(Killer(GateItem(Part.HOST_TEST, test)),),
+        killers=tuple(Killer(GateItem(Part.HOST_TEST, test)) for test in tests),
     )
 
 
@@ -61,15 +61,17 @@ def test_a_host_test_that_fails_without_the_fault_kills_nothing_and_is_named(
     (tmp_path / "breaks.py").write_text(BREAKS, encoding="utf-8")
     monkeypatch.setenv("PYTEST_PLUGINS", "breaks")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    broken, fine = outcomes(
+    *broken, fine = outcomes(
         [
-            fault("names-a-broken-test", TEST, f"{START.rstrip()} + 1\n"),
-            fault("names-another-test", OTHER, f"{START}    # nothing\n"),
+            fault("names-a-broken-test", f"{START.rstrip()} + 1\n", TEST),
+            fault("names-it-beside-another-test", f"{START.rstrip()} + 1\n", OTHER, TEST),
+            fault("names-another-test", f"{START}    # nothing\n", OTHER),
         ]
     )
-    assert (broken.fate, fine.fate) == (Fate.BROKEN, Fate.SURVIVED)
-    assert broken.message.startswith(f"{TEST} fails without a fault: ")
-    assert "broken in the checkout" in broken.message
+    assert [found.fate for found in (*broken, fine)] == [Fate.BROKEN] * 2 + [Fate.SURVIVED]
+    for found in broken:
+        assert found.message.startswith(f"{TEST} fails without a fault: ")
+        assert "broken in the checkout" in found.message
 
 
 CASE = GateItem(Part.CASE, "a.case")

@@ -22,6 +22,7 @@ from loragate.oracles.numeric.compare import (
 from loragate.oracles.numeric.errors import RowErrors, row_errors
 from loragate.oracles.numeric.golden import Golden, golden
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.oracles.numeric.reference import judge_errors
 from loragate.oracles.numeric.zscore import worst_deviation
 from loragate.protocol import Trial
 
@@ -33,6 +34,7 @@ class Pairs:
 
     def __init__(self, trial: Trial) -> None:
         self.pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+        self.trial, self.batch = trial, batch
         right = golden_of(trial.case, self.pool, batch, base)
         eager = eager_of(trial.case, self.pool, batch, base)
         self.case: Case = trial.case
@@ -60,6 +62,21 @@ def test_errors_of_one_expert_are_seen_that_drown_in_those_of_its_slot(pairs: Pa
     found = expert_finding(pairs.case, pairs.pool, pairs.pairs, errors)
     assert found.ratio > 1
     assert pairs.own[found.row]
+
+
+def test_an_expert_that_is_wrong_beside_a_wrong_row_is_part_of_the_rest(pairs: Pairs) -> None:
+    errors = pairs.with_rows_of_the_expert("subject_sq", 1.65**2 * pairs.errors.bound_sq)
+    other = int((~pairs.own).nonzero()[0])
+    errors.subject_sq[other] *= 1e4
+    judgement = judge_errors(pairs.trial, pairs.pool, pairs.batch, errors)
+    assert judgement.metrics["wrong_rows"] == 1
+    assert judgement.metrics["rest_ratio"] > 1
+    # the wrong row alone
+    alone = replace(pairs.errors, subject_sq=pairs.errors.subject_sq.clone())
+    alone.subject_sq[other] *= 1e4
+    judgement = judge_errors(pairs.trial, pairs.pool, pairs.batch, alone)
+    assert judgement.metrics["wrong_rows"] == 1
+    assert judgement.metrics["rest_ratio"] < 1
 
 
 def test_a_factor_on_the_deltas_of_one_expert_is_seen(pairs: Pairs) -> None:
