@@ -191,6 +191,7 @@ def test_a_result_that_no_delta_can_be_added_to_is_refused(
     ("x", "message"),
     [
         (torch.zeros(5, K - 1), "x must have 24 columns (got 23)"),
+        (torch.zeros(5, K + 1), "x must have 24 columns (got 25)"),
         (torch.zeros(5, K, dtype=torch.float16), "x must be torch.float32 like the weights"),
     ],
 )

@@ -335,6 +335,7 @@ def test_scratch_of_another_dtype_is_refused() -> None:
     ("change", "message"),
     [
         ({"x": torch.ones(TOKENS, 8)}, "x must have 24 columns (got 8)"),
+        ({"x": torch.ones(TOKENS, 25)}, "x must have 24 columns (got 25)"),
         (
             {"x": torch.ones(TOKENS, HIDDEN).to(torch.float8_e4m3fn)},
             "x must be torch.float32 as it is before quantising (got torch.float8_e4m3fn)",
@@ -400,10 +401,11 @@ def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
     message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] (got [6, {HIDDEN}])")
     with pytest.raises(ValueError, match=f"^{message}$"):
         run(layer, batch, TOKEN_SLOTS, quantised_x=short)
-    narrow = Quantised(given.values.view(-1, HIDDEN // 2), given.scales)
-    message = re.escape(f"quantised_x must have {HIDDEN} columns (got {HIDDEN // 2})")
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        run(layer, batch, TOKEN_SLOTS, quantised_x=narrow)
+    for values in (given.values.view(-1, HIDDEN // 2), given.values.repeat(1, 2)):
+        other = Quantised(values, given.scales)
+        message = re.escape(f"quantised_x must have {HIDDEN} columns (got {values.shape[1]})")
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            run(layer, batch, TOKEN_SLOTS, quantised_x=other)
     few = Quantised(given.values, given.scales[:-1])
     message = re.escape(f"scales of quantised_x must be [{TOKENS}] (got [6])")
     with pytest.raises(ValueError, match=f"^{message}$"):

@@ -282,6 +282,7 @@ ONES = torch.ones
         (ONES(W13).half(), ONES(W2), {}, "w13 and w2 must have one dtype and one device"),
         (ONES(W13), ONES(W2, device="meta"), {}, "w13 and w2 must have one dtype and one device"),
         (of_8_bits(ONES(W13)), of_8_bits(ONES(W2)).values, {}, "w13 and w2 must both be quantised"),
+        (of_8_bits(ONES(W13)).values, of_8_bits(ONES(W2)), {}, "w13 and w2 must both be quantised"),
         (
             of_8_bits(ONES(W13)),
             Quantised(of_8_bits(ONES(W2)).values, ONES(EXPERTS, 1)),
