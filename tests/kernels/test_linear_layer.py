@@ -326,6 +326,10 @@ BAD_PARTS = [
         "a of k must be [rank, 24] (got [2, 25])",
     ),
     (
+        {"k": LoRAFactors(torch.ones(2, K, 1), randn(8, 2, seed=1), 1.0)},
+        "a of k must be [rank, 24] (got [2, 24, 1])",
+    ),
+    (
         {"k": LoRAFactors(randn(2, K, seed=1), randn(8, 3, seed=1), 1.0)},
         "b of k must be [8, 2] (got [8, 3])",
     ),
