@@ -165,8 +165,8 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         layer.mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))
     elif change == "missing":
         del layer.self_attn.q_proj
-    elif change == "activation":
-        layer.mlp.experts.config.hidden_act = "gelu"
+    elif change in ("gelu", "tanh"):
+        layer.mlp.experts.config.hidden_act = change
     elif change == "shape":
         layer.mlp.experts.down_proj = nn.Parameter(torch.ones(4, 16, 32))
     elif change == "meta":
@@ -195,7 +195,16 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         ("qwen3", "extra", r"model.layers.1.mlp.gate_of_my_own: a Linear here is not known"),
         ("qwen3", "parameter", r"model.layers.1.mlp: a Qwen3MLP here is not known"),
         ("qwen3", "meta", r"model.layers.1.\S+ must have weights"),
-        ("qwen3_moe", "activation", r"model.layers.0.mlp.experts must have the activation silu"),
+        (
+            "qwen3_moe",
+            "gelu",
+            r"model.layers.0.mlp.experts must have the activation silu \(got gelu\)",
+        ),
+        (
+            "qwen3_moe",
+            "tanh",
+            r"model.layers.0.mlp.experts must have the activation silu \(got tanh\)",
+        ),
         ("qwen3_next", "shape", r"model.layers.1.mlp.experts must have gate_up_proj"),
         ("qwen3", "rows", r"model.embed_tokens must be a torch.nn.Embedding .got OtherEmbedding"),
         ("qwen3", "norm", r"model.embed_tokens must have no max_norm .got 2.0"),
