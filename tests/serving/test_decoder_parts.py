@@ -115,6 +115,9 @@ def test_modules_of_one_layer_must_be_called_in_their_order_with_one_tensor() ->
         attention.v_proj(x)
     with pytest.raises(RuntimeError, match="with the same tensor"):
         attention.k_proj(other)
+    attention.k_proj(x)
+    with pytest.raises(RuntimeError, match="k_proj must be called right after q_proj"):
+        attention.k_proj(x)
     # a pass that was broken off leaves nothing that a later one could take for its own
     q, k, v = attention.q_proj(other), attention.k_proj(other), attention.v_proj(other)
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (64, 32, 32)
@@ -159,6 +162,8 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         layer.self_attn.o_proj = OtherLinear(64, 32, bias=False)
     elif change == "unlike":
         layer.self_attn.k_proj = nn.Linear(32, 32, bias=True)
+    elif change == "first unlike":
+        layer.self_attn.q_proj = nn.Linear(32, 64, bias=True)
     elif change == "extra":
         layer.mlp.gate_of_my_own = nn.Linear(32, 1)
     elif change == "parameter":
@@ -191,6 +196,7 @@ def broken(kind: str, change: str) -> PreTrainedModel:
     [
         ("qwen3", "subclass", rf"{ATTENTION}.o_proj must be a torch.nn.Linear .got OtherLinear"),
         ("qwen3", "unlike", rf"{ATTENTION}.k_proj must be like {ATTENTION}.q_proj"),
+        ("qwen3", "first unlike", rf"{ATTENTION}.k_proj must be like {ATTENTION}.q_proj"),
         ("qwen3", "missing", rf"{ATTENTION}.q_proj must be a torch.nn.Linear .got NoneType"),
         ("qwen3", "extra", r"model.layers.1.mlp.gate_of_my_own: a Linear here is not known"),
         ("qwen3", "parameter", r"model.layers.1.mlp: a Qwen3MLP here is not known"),
