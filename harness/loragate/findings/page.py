@@ -24,10 +24,9 @@ reproduced by
 
     loragate gate --subject vllm
 
-with `--tier nightly` where the premerge cases have none of those that an item names. There
-such a case counts as known as long as it fails in the listed way, up to the listed size, and
-in no other way. Any other failure fails the gate. So does an item without a probe whose case no
-longer fails; where a case shows an item in some draws of its data only, the item says in how many,
+Items whose cases are all nightly need `--tier nightly` as well. A case counts as known as
+long as it fails in the listed way, up to the listed size, and in no other way. Any other failure
+fails the gate. So does an item without a probe whose case no longer fails; where a case shows an item in some draws of its data only, the item says in how many,
 and the gate fails once the draws without it exclude that rate. The *size* is the largest value of
 each named metric that the oracle may report, and the place of the worst element. `wrong_rows` are
 rows that are wrong by themselves, `rest_ratio` is the error of all other rows over what is allowed.
