@@ -24,12 +24,13 @@ reproduced by
 
     loragate gate --subject vllm
 
-Items whose cases are all nightly need `--tier nightly` as well. A case counts as known as
-long as it fails in the listed way, up to the listed size, and in no other way. Any other failure
-fails the gate. So does an item without a probe whose case no longer fails; where a case shows an item in some draws of its data only, the item says in how many,
-and the gate fails once the draws without it exclude that rate. The *size* is the largest value of
-each named metric that the oracle may report, and the place of the worst element. `wrong_rows` are
-rows that are wrong by themselves, `rest_ratio` is the error of all other rows over what is allowed.
+Items whose cases are all nightly need `--tier nightly` as well. A case counts as known as long as
+it fails in the listed way, up to the listed size, and in no other way. Any other failure fails
+the gate. So does an item without a probe whose case no longer fails; where a case shows an item
+in some draws of its data only, the item says in how many, and the gate fails once the draws
+without it exclude that rate. The *size* is the largest value of each named metric that the oracle
+may report, and the place of the worst element. `wrong_rows` are rows that are wrong by
+themselves, `rest_ratio` is the error of all other rows over what is allowed.
 
 A *defect* is a wrong result for an input that nothing forbids. A *hazard* is correct as long as
 every caller knows of it. The items are about the operators: a server may prevent an item by what it
