@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +151,30 @@ def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
     assert calls == ["engine"]
     engine.with_plugin(order)
     assert calls == ["engine", "register", "engine"]
+
+
+def test_models_have_the_same_paths_in_each_trial_and_lie_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+
+    def started(*, model: str, speculative_config: dict[str, Any], **_: Any) -> None:
+        paths = (model, speculative_config["model"])
+        found.append((paths, [Path(path).resolve() for path in paths]))
+
+    # both go back to what they are when the test ends
+    monkeypatch.chdir(tmp_path)
+    order = order_of(speculation=Speculation.DRAFT_MODEL)
+    for name in environment(order, plugin=False):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=started))
+    monkeypatch.setattr(engine.EngineEvents, "listen", lambda events: None)
+    folders = [tmp_path / trial for trial in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        engine.stock(replace(order, model=folder / "model", drafts=folder / "drafts"))
+    assert [paths for paths, _ in found] == [("model", "drafts")] * 2
+    assert [real for _, real in found] == [[own / "model", own / "drafts"] for own in folders]
 
 
 def test_the_probability_of_a_token_is_its_own_and_not_that_of_the_most_likely_one() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.engine.judge import Judge
-from loragate.engine.kept_models import kept
 from loragate.engine.logprobs import distance
 from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineBreach, EngineError, EngineProcess
@@ -23,7 +22,7 @@ from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case
-from loragate.matrix.engine_case import Requests, Speculation, Weights
+from loragate.matrix.engine_case import Requests, Speculation
 
 # when requests were asked again, and the answers to the whole batch
 Round = tuple[str, tuple[Completion, ...]]
@@ -90,7 +89,7 @@ class Evidence:
 def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
     """Run an engine through a case. Raises EngineError."""
     with tempfile.TemporaryDirectory(prefix="loragate-engine-") as path:
-        world = _kept(build_world(case, seed, Path(path)))
+        world = build_world(case, seed, Path(path))
         order = EngineOrder(
             case=case,
             model=world.model,
@@ -106,14 +105,6 @@ def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
         judge = Judge(world.model, world.adapters, dtype=world.dtype, draft=drafts)
         with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
             return examined(engine, world, judge)
-
-
-def _kept(world: World) -> World:
-    """The same world, with models of the language in a folder that outlives the trial."""
-    # each draw has random weights of its own
-    if world.weights is Weights.RANDOM:
-        return world
-    return replace(world, model=kept(world.model), drafts=world.drafts and kept(world.drafts))
 
 
 def _most_at_a_time(case: Case, requests: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class VllmEngine:
         self._case, self._events = order.case, EngineEvents()
         # before its graphs are captured
         self._events.listen()
-        self._llm: Any = LLM(**engine_arguments(order))
+        self._llm: Any = LLM(**engine_arguments(_beside_its_model(order)))
         self._numbers: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
         self._plugin = plugin
@@ -119,6 +120,18 @@ class VllmEngine:
             lora_path=str(self._folders[name]),
             load_inplace=load_inplace,
         )
+
+
+def _beside_its_model(order: EngineOrder) -> EngineOrder:
+    """The same order, with paths from the folder of the model, which this process enters.
+
+    vLLM finds a graph that it has compiled by the path of the model among other things. Each trial
+    has a folder of its own, and would compile for most of a minute what a trial before it did.
+    """
+    folder = order.model.parent
+    os.chdir(folder)
+    drafts = Path(os.path.relpath(order.drafts, folder)) if order.drafts else None
+    return replace(order, model=Path(order.model.name), drafts=drafts)
 
 
 def completion(output: Any, *, with_logprobs: bool) -> Completion:
