@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from loragate.engine import clear_prompts
 from loragate.engine.batch import Asked
+from loragate.engine.clear_prompts import ClearPrompts, NoClearPrompt
+from loragate.engine.folders import digests
 from loragate.engine.judge import MOST_NOISE, Judge
+from loragate.engine.language import KINDS
+from loragate.engine.random_weights import write_random_model
 from loragate.engine.reference import Reference
 from loragate.engine.requests import Completion, Request
 from loragate.engine.world import World, build_world
@@ -172,6 +178,32 @@ def test_a_rounded_reference_computes_what_transformers_does_in_that_dtype(
 def test_no_answer_merely_repeats_a_token(tmp_path: Path, seed: int) -> None:
     said = Said(world_of(tmp_path, seed, dtype=Dtype.BF16))
     assert min(len(set(answer)) for answer in said.answers) > 3
+
+
+def test_a_model_that_has_no_clear_prompt_is_replaced_with_all_files_by_that_of_another_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = world_of(tmp_path / "next", seed=4)
+    judged, asked = ClearPrompts._is_clear, count()
+    tries = clear_prompts._MOST_PROMPTS
+    monkeypatch.setattr(
+        ClearPrompts,
+        "_is_clear",
+        lambda self, *given: next(asked) >= tries and judged(self, *given),
+    )
+    found = world_of(tmp_path / "found", seed=3)
+    write_random_model(tmp_path / "alone", KINDS[Model.DENSE], seed=4, dtype=torch.float32)
+    assert digests(found.model) == digests(tmp_path / "alone")
+    assert digests(tmp_path / "found") == digests(tmp_path / "next")
+    assert found.batch == wanted.batch
+
+
+def test_a_search_that_finds_no_clear_prompt_ends_and_says_of_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClearPrompts, "_is_clear", lambda *given: False)
+    with pytest.raises(NoClearPrompt, match="none of 500 prompts has a clear answer of the model"):
+        world_of(tmp_path)
 
 
 def test_prompts_of_16_bits_share_all_but_their_last_tokens(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 With random weights the best two tokens may be as close as what 16 bits round, and an engine that is
 right says either. One of the last tokens of a prompt is drawn anew until the reference prefers each
 token of its own answer by more than that; and until the answer does not merely repeat one, which is
-the clearest of all and says nothing about what is kept.
+the clearest of all and says nothing about what is kept. Some models do so after nearly every
+prompt: there the search ends, and whoever asked draws another model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ from loragate.engine.requests import Request
 _LEAST_DISTINCT = 4
 # so many tokens before the last one are drawn anew: prompts have all others in common
 _LAST = 4
+# of prompts for one request. Most models need a hundred at most; one that needs more than this may
+# need thousands, a minute or ten, where another model is written in a second
+_MOST_PROMPTS = 500
+
+
+class NoClearPrompt(Exception):
+    """A model with none among many prompts."""
 
 
 class ClearPrompts:
@@ -45,13 +53,16 @@ class ClearPrompts:
 
     def made(self, asked: Asked, others: Sequence[str] = ()) -> Asked:
         """The same with another prompt, if need be. `others`: adapters whose answers to it must be
-        clear, too."""
+        clear, too. Raises NoClearPrompt."""
         request = asked.request
-        while not self._is_clear(request, others):
+        for _ in range(_MOST_PROMPTS):
+            if self._is_clear(request, others):
+                return replace(asked, request=request)
             prompt = [*request.prompt]
             prompt[-1 - self._random.randint(1, _LAST)] = self._token()
             request = replace(request, prompt=tuple(prompt))
-        return replace(asked, request=request)
+        who = request.adapter or "the model"
+        raise NoClearPrompt(f"none of {_MOST_PROMPTS} prompts has a clear answer of {who}")
 
     def answer(self, asked: Asked) -> list[int]:
         """To a prompt that was made clear."""

@@ -7,6 +7,7 @@ all of them say different words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from random import Random
 import torch
 
 from loragate.engine.batch import Asked, draw_batch
-from loragate.engine.clear_prompts import ClearPrompts
+from loragate.engine.clear_prompts import ClearPrompts, NoClearPrompt
 from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
@@ -57,6 +58,8 @@ _PROJECTIONS = {
 _LEFT_OUT = ("", "v_proj", "o_proj", "lm_head", "q_proj")
 # beyond the slots, where adapters must replace each other
 _BEYOND = 1
+# that are drawn one after the other; one in ten has no clear prompts
+_MOST_MODELS = 20
 _WRITE_DRAFTS = {Speculation.DRAFT_MODEL: write_draft, Speculation.EAGLE: write_eagle}
 
 
@@ -122,6 +125,15 @@ def _unwritten_at_random(case: Case) -> str | None:
 
 def build_world(case: Case, seed: int, root: Path) -> World:
     """Write the world of a case to `root`. The same seed gives the same world."""
+    # random weights without clear prompts are replaced, with all files, by those of another seed
+    for other in range(seed, seed + _MOST_MODELS - 1):
+        with suppress(NoClearPrompt):
+            return _built(case, other, root)
+    return _built(case, seed + _MOST_MODELS - 1, root)
+
+
+def _built(case: Case, seed: int, root: Path) -> World:
+    """Raises NoClearPrompt."""
     random, language = Random(seed), KINDS[case.model]
     count = case.slots + (_BEYOND if case.active is Active.BEYOND_SLOTS else 0)
     # the adapter that replaces another one must be there in any case
