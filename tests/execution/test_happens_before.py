@@ -117,6 +117,14 @@ def test_two_launches_are_ordered_if_and_only_if_a_path_leads_from_one_to_the_ot
                 assert clocks.ordered(i, j) == ((i, j) in reached), (i, j)
 
 
+def test_a_wait_is_for_the_last_record_of_an_event_alone() -> None:
+    first, second = Launch(0, "a"), Launch(1, "b")
+    recorded_twice = Trace((first, Record(0, 0), second, Record(0, 1), Wait(0, 2), Launch(2, "c")))
+    clocks = Clocks(recorded_twice)
+    assert not clocks.ordered(0, 5)
+    assert clocks.ordered(2, 5)
+
+
 @settings(max_examples=400)
 @given(traces)
 def test_exactly_the_unordered_pairs_that_share_a_written_byte_conflict(trace: Trace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +53,31 @@ def test_a_replay_assigns_the_numbers_of_the_capture() -> None:
     out.zero_()
     captured.graph.replay()
     assert out.tolist() == [2, 3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x.new_zeros(3),
+        lambda x: x.new_ones(3) - 1,
+        lambda x: x.new_full((3,), 0.0),
+        lambda x: torch.zeros(3),
+        torch.zeros_like,
+    ],
+)
+def test_a_replay_fills_again_what_is_made_with_values(made: Callable[[Tensor], Tensor]) -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+
+    def step() -> Tensor:
+        total = made(x)
+        total += x
+        return out.copy_(total)
+
+    captured = capture(step, warm_ups=0)
+    for value in (2, 5):
+        x.fill_(value)
+        captured.graph.replay()
+        assert out.tolist() == [value] * 3
 
 
 @pytest.mark.parametrize("where", [0, torch.tensor([0, 1])], ids=["element", "indices"])

@@ -203,8 +203,9 @@ def test_fresh_memory_holds_what_was_asked_for() -> None:
         assert torch.empty(1000).isnan().all()
 
 
+@pytest.mark.parametrize("above", ["", "def serve():\n    ", "if True:\n    "])
 def test_the_key_of_an_engine_is_all_source_of_the_packages_that_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, above: str
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "planted_package"
@@ -212,7 +213,9 @@ def test_the_key_of_an_engine_is_all_source_of_the_packages_that_it_imports(
     (package / "__init__.py").write_text("", encoding="utf-8")
     (package / "deep.py").write_text("VALUE = 1\n", encoding="utf-8")
     module = tmp_path / "planted_engine.py"
-    module.write_text("import json\nfrom planted_package.deep import VALUE\n", encoding="utf-8")
+    source = f"import json\n{above}from planted_package.deep import VALUE\n"
+    module.write_text(source, encoding="utf-8")
+    _content.cache_clear()
     keys = [path_of_engine("planted_engine:serve").key()]
     assert set(path_of_engine("planted_engine:serve").files) == {
         str(file) for file in (module, package / "__init__.py", package / "deep.py")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.matrix.case import Bias, Case, Dtype, Mix, Ranks, Site
-from loragate.oracles.numeric.compare import row_findings, tail
+from loragate.oracles.numeric.compare import populations, row_findings, tail
 from loragate.oracles.numeric.errors import MANTISSA, RowErrors, half_ulp, row_errors
 from loragate.oracles.numeric.golden import eager, folded, golden
 from loragate.oracles.numeric.reference import judge_result
@@ -282,6 +284,31 @@ def test_rows_of_few_features_may_be_far_from_average(features: int) -> None:
     # no more than the average allows of many features
     wrong = 3.0 if features == 1024 else 15.0
     assert max(row_findings(case, replace(errors, subject_sq=of_rows * wrong**2))).ratio > 1
+
+
+def test_a_population_allows_the_largest_jump_of_its_rows_in_one_of_them() -> None:
+    case = Case(
+        site=Site.DENSE_DELTA,
+        tokens=64,
+        in_features=64,
+        slices=(32,),
+        rank=8,
+        slots=1,
+        dtype=Dtype.BF16,
+    )
+    pool: Any = SimpleNamespace(ranks=((case.rank,),), down=None)
+    of_slot: Any = SimpleNamespace(slots=torch.zeros(case.tokens, dtype=torch.int32))
+    rows = torch.zeros(case.tokens, 1, dtype=torch.float64)
+    zeros = {field.name: rows for field in fields(RowErrors)}
+
+    def threshold(jumps: Tensor) -> float:
+        errors = replace(RowErrors(**zeros), delta_sq=rows + 1, jump_sq=jumps)
+        (population,) = populations(case, pool, of_slot, errors)
+        return population.threshold
+
+    of_one, of_all = rows.clone(), rows + 16.0
+    of_one[3] = 16.0
+    assert threshold(rows) == 0 < threshold(of_one) == threshold(of_all)
 
 
 def test_the_largest_of_a_million_errors_may_be_larger_than_that_of_a_thousand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -369,6 +369,29 @@ def test_replays_are_compared_in_every_mixture_of_slots_and_padding() -> None:
     assert ORACLES[OracleName.GRAPH].applies(trial) is None
     eager = replace(trial, case=replace(case, execution=Execution.EAGER))
     assert ORACLES[OracleName.GRAPH].applies(eager) == "only a case of graphs captures"
+
+
+class NotesItsInput(Masked):
+    """Without a graph: what each step has in its rows."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def __init__(self, case: Case, device: str) -> None:
+        super().__init__(case, device)
+        self.is_noted = case.execution is Execution.EAGER
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.is_noted:
+            self.seen.append(x.clone())
+        return super().apply(x, out)
+
+
+def test_each_step_has_other_data_so_that_what_is_kept_of_an_earlier_one_shows() -> None:
+    NotesItsInput.seen.clear()
+    assert verdict(NotesItsInput, OracleName.GRAPH, CPU) is Verdict.PASS
+    rows = min(len(x) for x in NotesItsInput.seen)
+    given = torch.stack([x[:rows] for x in NotesItsInput.seen]).flatten(1)
+    assert len(given) == len(given.unique(dim=0)) == 16
 
 
 def test_an_error_that_shows_when_the_capture_ends_is_the_subjects(

@@ -51,3 +51,12 @@ def test_the_stack_of_a_crash_does_not_make_it_a_hang(tmp_path):
     crash = end_with(stacks, duration_s=0.5)
     assert crash.failure is Failure.CRASH
     assert crash.message.startswith("worker gw0 died\nFatal Python error: Segmentation fault\n")
+
+
+def test_of_a_long_dump_the_innermost_frames_are_shown(tmp_path):
+    stacks = tmp_path / "stacks"
+    frames = [f'  File "deep.py", line {line} in f' for line in range(100)]
+    stacks.write_text("\n".join(["Thread 0x1 (most recent call first):", *frames]))
+    shown = end_with(stacks, duration_s=0.5).message.splitlines()
+    assert shown[2] == frames[0]
+    assert shown[-2:] == [frames[58], "... 41 more lines"]
