@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,23 @@ def test_one_workspace_holds_the_shrink_output_of_every_smaller_batch(
     size = DenseWorkspace([weights], max_tokens=300).shrunk.numel()
     needed = [math.prod(shrunk_shape(rows, weights)) for rows in range(1, 301)]
     assert max(needed) <= size
+
+
+@pytest.mark.parametrize("slots", [(1, 64), (64, 1)])
+def test_a_workspace_has_room_for_the_tiles_of_the_layer_with_the_most_slots(
+    slots: tuple[int, int],
+) -> None:
+    # each slot may have a tile that is not full
+    sizes: dict[str, Any] = {"slice_widths": (32,), "in_features": 64, "rank": 8}
+    layers = [
+        SlotWeights(num_slots=count, dtype=torch.bfloat16, device="meta", **sizes)
+        for count in slots
+    ]
+    both, *alone = (
+        DenseWorkspace(some, max_tokens=64).shrunk.numel()
+        for some in (layers, layers[:1], layers[1:])
+    )
+    assert both == max(alone) > min(alone)
 
 
 @compiled_only

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense import specs
 from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import shape_of_batch
@@ -332,3 +333,14 @@ def test_a_batch_without_rows_launches_nothing():
             launch_expand(shrunk, weights.tensors, shape, tiles, stored, pdl=False, store=True)
             launch_add(stored, shape, tiles, out, pdl=False)
         assert len(launches) == launched
+
+
+@pytest.mark.parametrize(("capability", "block"), [(90, (128, 128)), (80, (64, 64))])
+def test_what_is_compiled_ahead_for_a_gpu_follows_from_the_measurements_of_its_family(
+    capability, block
+):
+    launch = dict(specs.launches(capability))["gate-up-bf16-r128-t2048"]
+    with noted_launches() as launches:
+        launch()
+    expand = launches[-1]
+    assert (expand.options["BLOCK_M"], expand.options["BLOCK_N"]) == block

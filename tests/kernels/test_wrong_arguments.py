@@ -103,6 +103,15 @@ CHOICES: list[tuple[str, type[Any], Callable[[Any], object]]] = [
 ]
 
 
+@pytest.mark.parametrize("given", [0, "", False])
+@pytest.mark.parametrize(("name", "kind", "call"), CHOICES)
+def test_what_is_empty_is_no_choice_and_leaves_none_to_the_plan(
+    name: str, kind: type[Any], call: Callable[[Any], object], given: object
+) -> None:
+    with refused(f"{name} must be one of {kind.__name__}.{next(iter(kind)).name}, "):
+        call(given)
+
+
 @pytest.mark.parametrize(("name", "kind", "call"), CHOICES)
 def test_a_string_and_a_member_of_another_enum_are_no_member_of_an_enum(
     name: str, kind: type[Any], call: Callable[[Any], object]

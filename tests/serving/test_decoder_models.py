@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from lorakernels.serving.decoder import Decoder  # noqa: E402
 from lorakernels.serving.generation import Request, generate  # noqa: E402
+from lorakernels.serving.projections import ServedExperts  # noqa: E402
 from lorakernels.serving.tiny import KINDS, tiny_model  # noqa: E402
 
 # each launch takes a tenth of a second in the interpreter, so there are few models and steps
@@ -243,3 +245,22 @@ def test_base_requests_get_the_tokens_that_transformers_gives_them_alone(kind: s
         assert answer == out[0, len(prompt) :].tolist()
     # some end early, so that requests move to other lines
     assert len({len(answer) for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_get_router_weights_in_fp32_whatever_the_dtype_of_the_router(
+    dtype: torch.dtype,
+) -> None:
+    given: list[Tensor] = []
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, *buffers: None) -> Tensor:
+        given.append(weights)
+        return x
+
+    none: Any = SimpleNamespace(batch=None, pairs=lambda layer: None, experts=lambda layer: None)
+    experts: Any = layer
+    place: Any = SimpleNamespace(get=lambda: none)
+    weights = torch.tensor([[0.25, 0.75]], dtype=dtype)
+    ServedExperts(experts, place)(torch.ones(1, 4), torch.tensor([[0, 1]]), weights)
+    assert given[0].dtype == torch.float32
+    assert torch.equal(given[0], weights.float())

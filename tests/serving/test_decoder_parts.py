@@ -52,6 +52,14 @@ def test_a_layer_of_another_type_is_refused_by_it() -> None:
     assert cache.layer_types(other) == ["full_attention", "full_attention"]
 
 
+@pytest.mark.parametrize(("prompt_tokens", "rows"), [(16, 32), (32, 32), (33, 33)])
+def test_the_buffers_hold_a_step_with_the_drafts_of_all_requests_and_the_longest_prompts(
+    prompt_tokens: int, rows: int
+) -> None:
+    sizes = {"max_requests": 8, "max_prompt_tokens": prompt_tokens, "num_drafts": 3}
+    assert small_decoder("qwen3", **sizes).buffers.max_tokens == rows
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_weight_of_the_model_exists_once_after_it_was_replaced(kind: str) -> None:
     model = tiny_model(kind, tie_word_embeddings=True, attention_bias=True)

@@ -88,6 +88,15 @@ def test_constants_of_fewer_slots_than_a_layer_has_are_refused(short: str) -> No
         _launch_delta(x, a, b, *constants.values(), *tables, out, [5])
 
 
+def test_a_delta_is_not_added_to_its_own_input(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    layer, both = linear.layer, torch.randn(len(MIXED), 99)
+    x, y = both[:, : layer.k], both[:, layer.k - 1 :][:, : sum(layer.output_slices)]
+    stacks = layer.lora_a_stacked, layer.lora_b_stacked
+    with pytest.raises(ValueError, match="out must not overlap x in memory"):
+        server.wrapper.add_lora_linear(y, x, *stacks, 1.0, layer.output_slices)
+
+
 def test_a_height_that_no_step_was_set_up_for_is_refused(server: Any) -> None:
     tensors = server.wrapper.token_step.tensors
     heights = len(tensors) // len(TileTables._fields)

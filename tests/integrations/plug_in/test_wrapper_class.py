@@ -28,7 +28,8 @@ def test_a_wrapper_keeps_why_all_layers_of_its_server_are_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
     configs, gpu = ModuleType("vllm.config.vllm"), ModuleType("punica_gpu")
-    configs.get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
+    current = [config]
+    configs.get_current_vllm_config_or_none = lambda: current[0]  # type: ignore[attr-defined]
     gpu.PunicaWrapperGPU = Given  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.config", "vllm.lora", "vllm.lora.punica_wrapper"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -43,5 +44,8 @@ def test_a_wrapper_keeps_why_all_layers_of_its_server_are_left_to_vllm(
     monkeypatch.setattr(made.LoraKernelsMethods, "__init__", Given.__init__)
     wrapper = made.LoraKernelsWrapper(3, device="cpu")
     assert wrapper.given == ((3,), {"device": "cpu"})
+    # one that is made later has a server of its own
+    current[0] = _PLAIN if config is _FAST else _FAST
+    assert (made.LoraKernelsWrapper(3).refusal is not None) == (config is not _FAST)
     assert wrapper.refusal == refusal_of_server(config)
     assert (wrapper.refusal is not None) == (config is _FAST)
