@@ -70,6 +70,20 @@ def test_a_process_that_goes_to_its_end_has_seen_what_it_wrote(seen: Any) -> Non
     assert seen(write) == (FINE,)
 
 
+@pytest.mark.parametrize("failure", [Failure.CRASH, Failure.HANG])
+def test_a_process_that_dies_behind_its_last_judge_has_not_ended_well(
+    failure: Failure, seen: Any
+) -> None:
+    def write(recorder: Recorder) -> None:
+        recorder.record(FINE)
+        recorder.finish()
+
+    first, death = seen(write, failure)
+    assert first == FINE
+    assert death.failure is failure
+    assert death.verdict in (Verdict.FAIL, Verdict.INFRA)
+
+
 @pytest.mark.parametrize("failure", [None, Failure.CRASH, Failure.HANG])
 def test_a_process_that_ends_before_its_end_has_failed_in_the_judge_that_ran(
     failure: Failure | None, seen: Any

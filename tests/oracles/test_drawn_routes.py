@@ -187,6 +187,16 @@ def test_the_experts_of_a_rank_are_no_run_and_in_no_order_of_their_global_ids() 
 
 
 @pytest.mark.parametrize("kind", DataKind)
+def test_each_step_has_other_router_weights(kind: DataKind) -> None:
+    first, second = (batch_of(CASE, 3, kind, step=step).routes for step in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.weights is not None
+    assert second.weights is not None
+    assert not torch.equal(first.weights, second.weights)
+
+
+@pytest.mark.parametrize("kind", DataKind)
 def test_router_weights_differ_and_lie_between_nans(kind: DataKind) -> None:
     for seed in SEEDS:
         routes = batch_of(CASE, seed, kind).routes
