@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
+from loragate.core.checkout import project_root
 from loragate.core.machine import select_interpreter
 
 select_interpreter()
@@ -393,12 +396,23 @@ def test_importing_the_package_imports_no_vllm() -> None:
     subprocess.run((sys.executable, "-c", script), check=True, timeout=300)
 
 
+def declared() -> Any:
+    text = (project_root() / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["project"]
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.26.0", "0.33.7", "0.34.0", "1.26.0"])
+def test_the_extra_takes_the_versions_that_are_not_refused(version: str) -> None:
+    (extra,) = declared()["optional-dependencies"]["vllm"]
+    if version in Requirement(extra).specifier:
+        check_version(version)
+    else:
+        with pytest.raises(UnsupportedVllmError):
+            check_version(version)
+
+
 def test_the_entry_point_is_declared() -> None:
-    import tomllib
-
-    from loragate.core.checkout import project_root
-
-    project = tomllib.loads((project_root() / "pyproject.toml").read_text())["project"]
+    project = declared()
     assert project["entry-points"]["vllm.general_plugins"] == {
         "lorakernels": "lorakernels.integrations.vllm:register"
     }
