@@ -14,6 +14,16 @@ from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 BLOCK = 16
 _BLOCK_N, _BLOCK_K = 16, 32
+# of a shrink or an expand, as the wrapper takes them
+_CONFIG = {
+    "BLOCK_SIZE_M": BLOCK,
+    "BLOCK_SIZE_N": _BLOCK_N,
+    "BLOCK_SIZE_K": _BLOCK_K,
+    "GROUP_SIZE_M": 1,
+    "NUM_WARPS": 4,
+    "NUM_STAGES": 3,
+    "SPLIT_K": 1,
+}
 
 
 class Way(Enum):
@@ -45,10 +55,11 @@ class Launch:
         mapping = torch.tensor(slots, dtype=torch.int64, device=_device(self.a))
         self.wrapper.token_mapping_meta.prepare_tensors(mapping)
 
-    def assign(self, topk_ids: Tensor, way: Way) -> tuple[Any, ...]:
-        """Mapping, sorted ids, expert ids and padded lengths; a row for each slot."""
+    def assign(self, topk_ids: Tensor, way: Way, mapping: Tensor | None = None) -> tuple[Any, ...]:
+        """Mapping, sorted ids, expert ids and padded lengths; a row for each slot. `mapping`: the
+        slots of these rows, where they are not those of the step."""
         slots, experts = self.a[0].shape[:2]
-        mapping, sorted_ids, expert_ids, post_pad = self.wrapper.moe_lora_align_block_size(
+        found, sorted_ids, expert_ids, post_pad = self.wrapper.moe_lora_align_block_size(
             topk_ids,
             len(topk_ids),
             BLOCK,
@@ -56,10 +67,11 @@ class Launch:
             slots,
             self.enabled,
             naive_block_assignment=way is Way.UNALIGNED,
+            token_lora_mapping=mapping,
         )
         if sorted_ids is not None:
             sorted_ids, expert_ids = sorted_ids.view(slots, -1), expert_ids.view(slots, -1)
-        return mapping, sorted_ids, expert_ids, post_pad
+        return found, sorted_ids, expert_ids, post_pad
 
     def run(
         self,
@@ -100,6 +112,27 @@ class Launch:
             way is Way.TWO_KERNEL,
             offset,
             add_inputs,
+        )
+
+    def run_mapped(self, mapping: Tensor, x: Tensor, out: Tensor, topk_ids: Tensor) -> None:
+        """Call the method of the wrapper, with its host checks, as experts do whose rows come from
+        other ranks with a mapping of their own: always aligned."""
+        mapping, sorted_ids, expert_ids, post_pad = self.assign(topk_ids, Way.ONE_SHOT, mapping)
+        self.wrapper.add_lora_fused_moe(
+            out,
+            x,
+            tuple(self.a),
+            tuple(self.b),
+            torch.ones(topk_ids.shape, device=x.device),
+            sorted_ids,
+            expert_ids,
+            post_pad,
+            self.a[0].shape[2],
+            topk_ids.shape[1],
+            _CONFIG,
+            _CONFIG,
+            self.enabled,
+            token_lora_mapping=mapping,
         )
 
     @property

@@ -104,6 +104,20 @@ def base_step_keeps_adapters(ops: VllmMoEOps, device: str) -> Observation:
     return seen(changed == {Way.UNALIGNED: _ROWS, Way.ONE_SHOT: 0}, text)
 
 
+def rows_of_other_ranks_lose_adapters(ops: VllmMoEOps, device: str) -> Observation:
+    # rows that a rank of data-parallel experts is handed come with the slots that they have
+    of_rows = torch.zeros(_ROWS, dtype=torch.int32, device=device)
+    found = {}
+    for who, slot in (("base rows alone", -1), ("slot 1", 1), ("slot 0, too", 0)):
+        launch, out = _launch(ops, device), _out(device)
+        launch.prepare([slot] * _ROWS)
+        launch.run_mapped(of_rows, _rows(_IN, device), out, _ids(device))
+        found[who] = values_of(out)
+    results = ", ".join(f"{values} on one that has {who}" for who, values in found.items())
+    text = f"rows of slot 0 of another rank get {results}; {_RIGHT} is right"
+    return seen([*found.values()] == [[0.0], [0.0], _RIGHT], text)
+
+
 def weights_read_through_output_dtype(ops: VllmMoEOps, device: str) -> Observation:
     # twice the required size: that is how far the wrong pointer type reads
     a, b = _factors(device, slots=2 * _SLOTS)
@@ -197,6 +211,7 @@ MOE_PROBES: dict[str, Probe] = {
     "moe-two-kernel-computes-in-bf16": moe_probe(two_kernel_computes_in_bf16),
     "moe-few-pairs-round-elsewhere": moe_probe(few_pairs_round_elsewhere),
     "moe-base-step-keeps-adapters": moe_probe(base_step_keeps_adapters),
+    "moe-rows-of-other-ranks-lose-adapters": moe_probe(rows_of_other_ranks_lose_adapters),
     "moe-weights-read-through-output-dtype": moe_probe(weights_read_through_output_dtype),
     "moe-narrow-slice-written-too-wide": moe_probe(narrow_slice_written_too_wide),
     "moe-strided-router-weights-misread": moe_probe(strided_router_weights_misread),
