@@ -8,6 +8,7 @@ import torch
 
 from loragate.findings.ledger import Needs, Observation, Seen
 from loragate.findings.probing import Package, Probe
+from loragate.findings.vllm_adapter_probes import ADAPTER_PROBES
 from loragate.findings.vllm_dense_probes import DENSE_PROBES
 from loragate.findings.vllm_far_probes import FAR_PROBES
 from loragate.findings.vllm_layer_probes import LAYER_PROBES
@@ -15,7 +16,14 @@ from loragate.findings.vllm_moe_gpu_probes import MOE_GPU_PROBES
 from loragate.findings.vllm_moe_probes import MOE_PROBES
 
 PROBES = MappingProxyType(
-    {**DENSE_PROBES, **LAYER_PROBES, **FAR_PROBES, **MOE_PROBES, **MOE_GPU_PROBES}
+    {
+        **DENSE_PROBES,
+        **LAYER_PROBES,
+        **ADAPTER_PROBES,
+        **FAR_PROBES,
+        **MOE_PROBES,
+        **MOE_GPU_PROBES,
+    }
 )
 
 
