@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,6 @@ from loragate.findings.ledger import Observation
 from loragate.findings.probing import Probe, layer_probe, seen
 from loragate.subjects.vllm.layer_package import VllmLayers
 
-_LORA = "vllm.lora"
 _RANK, _SIZE = 8, 4
 # of gpt-oss, in blocks of MXFP4
 _FEATURES, _BLOCK = 2880, 32
@@ -26,7 +24,7 @@ _FEATURES, _BLOCK = 2880, 32
 
 def patterns_ignored(layers: VllmLayers, device: str) -> Observation:
     config = {"rank_pattern": {"o_proj": 4}, "alpha_pattern": {"q_proj": 64}}
-    model = _loaded({"q_proj": _RANK, "o_proj": 4}, lora_alpha=16, **config)
+    model = _loaded(layers, {"q_proj": _RANK, "o_proj": 4}, lora_alpha=16, **config)
     found = {name: _scale(layer) for name, layer in model.loras.items()}
     right = {"q_proj": 64 / _RANK, "o_proj": 16 / 4}
     text = (
@@ -38,8 +36,10 @@ def patterns_ignored(layers: VllmLayers, device: str) -> Observation:
 
 def rank_stabilised_experts_scaled_otherwise(layers: VllmLayers, device: str) -> Observation:
     names = ("w1", "w2", "w3")
-    model = _loaded({"q_proj": 16, **dict.fromkeys(names, 16)}, lora_alpha=16, use_rslora=True)
-    packed = _module("lora_weights").PackedLoRALayerWeights.pack_moe_stacked(
+    model = _loaded(
+        layers, {"q_proj": 16, **dict.fromkeys(names, 16)}, lora_alpha=16, use_rslora=True
+    )
+    packed = layers.module("lora.lora_weights").PackedLoRALayerWeights.pack_moe_stacked(
         [model.loras[name] for name in names], "experts"
     )
     experts = {b.flatten()[0].item() for b in packed.optimize().lora_b}
@@ -53,8 +53,8 @@ def rank_stabilised_experts_scaled_otherwise(layers: VllmLayers, device: str) ->
 
 def uneven_experts_get_factors_of_others(layers: VllmLayers, device: str) -> Observation:
     experts, size = 60, 8
-    maps: Any = import_module("vllm.model_executor.layers.fused_moe.expert_map_manager")
-    loading = _module("lora_model")
+    maps: Any = layers.module("model_executor.layers.fused_moe.expert_map_manager")
+    loading = layers.module("lora.lora_model")
     wrong = {}
     for rank in range(size):
         count, places, *_ = maps.determine_expert_map(size, rank, experts)
@@ -72,8 +72,8 @@ def uneven_experts_get_factors_of_others(layers: VllmLayers, device: str) -> Obs
 
 
 def padded_experts_get_rows_of_others(layers: VllmLayers, device: str) -> Observation:
-    backends: Any = import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
-    layer, size, rank = _module("layers.fused_moe").FusedMoE3DWithLoRA, 2, 1
+    backends: Any = layers.module("model_executor.layers.fused_moe.oracle.mxfp4")
+    layer, size, rank = layers.module("lora.layers.fused_moe").FusedMoE3DWithLoRA, 2, 1
     _, padded = backends.mxfp4_round_up_hidden_size_and_intermediate_size(
         backends.Mxfp4MoeBackend.MARLIN, _FEATURES, _FEATURES // size
     )
@@ -100,10 +100,10 @@ def padded_experts_get_rows_of_others(layers: VllmLayers, device: str) -> Observ
 
 def pinned_adapter_leaves_no_slot(layers: VllmLayers, device: str) -> Observation:
     pinned, wanted = 3, (1, 2)
-    worker = _worker(slots=2)
-    worker.add_adapter(_request(pinned))
+    worker = _worker(layers, slots=2)
+    worker.add_adapter(_request(layers, pinned))
     worker.pin_adapter(pinned)
-    worker._apply_adapters([_request(number) for number in wanted])
+    worker._apply_adapters([_request(layers, number) for number in wanted])
     resident = [number for number in worker._adapter_manager.lora_index_to_id if number]
     text = (
         f"two slots, adapter {pinned} is pinned: after a step of adapters 1 and 2 was set up, "
@@ -113,9 +113,9 @@ def pinned_adapter_leaves_no_slot(layers: VllmLayers, device: str) -> Observatio
 
 
 def adapters_of_one_name_are_one(layers: VllmLayers, device: str) -> Observation:
-    state: Any = import_module("vllm.v1.worker.gpu.lora_utils").LoraState(2)
+    state: Any = layers.module("v1.worker.gpu.lora_utils").LoraState(2)
     for row, number in enumerate((1, 2)):
-        state.add_request(f"request {number}", row, _request(number, name="x"))
+        state.add_request(f"request {number}", row, _request(layers, number, name="x"))
     names = [*state.lora_requests]
     mapped, _, active = state.make_lora_inputs(names, np.arange(2), np.ones(2, dtype=np.int64))
     loaded = {request.lora_int_id for request in active}
@@ -128,22 +128,18 @@ def adapters_of_one_name_are_one(layers: VllmLayers, device: str) -> Observation
 
 ADAPTER_PROBES: dict[str, Probe] = {
     "adapter-patterns-ignored": layer_probe(patterns_ignored),
-    "moe-rank-stabilised-scale-lost": layer_probe(rank_stabilised_experts_scaled_otherwise),
-    "moe-uneven-experts-get-factors-of-others": layer_probe(uneven_experts_get_factors_of_others),
-    "moe-padded-experts-get-rows-of-others": layer_probe(padded_experts_get_rows_of_others),
+    "rank-stabilised-scale-of-experts-lost": layer_probe(rank_stabilised_experts_scaled_otherwise),
+    "uneven-experts-get-factors-of-others": layer_probe(uneven_experts_get_factors_of_others),
+    "padded-experts-get-rows-of-others": layer_probe(padded_experts_get_rows_of_others),
     "pinned-adapter-leaves-no-slot": layer_probe(pinned_adapter_leaves_no_slot),
     "adapters-of-one-name-are-one": layer_probe(adapters_of_one_name_are_one),
 }
 
 
-def _module(name: str) -> Any:
-    return import_module(f"{_LORA}.{name}")
-
-
-def _loaded(ranks: Mapping[str, int], **config: object) -> Any:
+def _loaded(layers: VllmLayers, ranks: Mapping[str, int], **config: object) -> Any:
     """A model's adapter whose factors are all ones, as a server loads it: modules of these
     ranks."""
-    helper = _module("peft_helper").PEFTHelper.from_dict(
+    helper = layers.module("lora.peft_helper").PEFTHelper.from_dict(
         {"r": next(iter(ranks.values())), "target_modules": [*ranks], **config}
     )
     helper.validate_legal(SimpleNamespace(max_lora_rank=16, max_loras=1))
@@ -151,7 +147,7 @@ def _loaded(ranks: Mapping[str, int], **config: object) -> Any:
     for name, rank in ranks.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.ones(rank, _SIZE)
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.ones(_SIZE, rank)
-    loading = _module("lora_model")
+    loading = layers.module("lora.lora_model")
     # pages are pinned for a GPU, which there may not be
     with patch.object(loading, "PIN_MEMORY", False):
         return loading.LoRAModel.from_lora_tensors(
@@ -164,13 +160,15 @@ def _scale(layer: Any) -> float:
     return float(layer.optimize().lora_b[0, 0])
 
 
-def _request(number: int, *, name: str | None = None) -> Any:
-    return _module("request").LoRARequest(name or f"adapter {number}", number, "/nowhere")
+def _request(layers: VllmLayers, number: int, *, name: str | None = None) -> Any:
+    return layers.module("lora.request").LoRARequest(
+        name or f"adapter {number}", number, "/nowhere"
+    )
 
 
-def _worker(*, slots: int) -> Any:
+def _worker(layers: VllmLayers, *, slots: int) -> Any:
     """What loads and evicts adapters for a step, of a model without layers."""
-    managers, workers = _module("model_manager"), _module("worker_manager")
+    managers, workers = layers.module("lora.model_manager"), layers.module("lora.worker_manager")
     manager = managers.LRUCacheLoRAModelManager.__new__(managers.LRUCacheLoRAModelManager)
     manager.lora_config = SimpleNamespace(max_loras=slots, max_cpu_loras=slots + 2)
     manager.modules, manager.lora_index_to_id = {}, [None] * slots
@@ -185,7 +183,7 @@ def _worker(*, slots: int) -> Any:
     manager._create_merged_loras_inplace = lambda model: None
     worker = workers.LRUCacheWorkerLoRAManager.__new__(workers.LRUCacheWorkerLoRAManager)
     worker._adapter_manager = manager
-    worker._load_adapter = lambda request: _module("lora_model").LoRAModel(
+    worker._load_adapter = lambda request: layers.module("lora.lora_model").LoRAModel(
         request.lora_int_id, _RANK, {}
     )
     return worker

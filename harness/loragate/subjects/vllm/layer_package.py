@@ -41,6 +41,10 @@ class VllmLayers:
     # the ranks that a server may choose for its buffers
     ranks: tuple[int, ...]
 
+    def module(self, name: str) -> Any:
+        """A module of the package, named without it."""
+        return importlib.import_module(f"vllm.{name}")
+
     def rank_of_buffers(self, rank: int) -> int:
         """The smallest rank that a server can choose for adapters of a rank."""
         return min(allowed for allowed in self.ranks if allowed >= rank)
