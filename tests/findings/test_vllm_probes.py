@@ -47,6 +47,21 @@ def test_a_probe_that_raises_is_broken_and_proves_nothing(name: str) -> None:
     assert seen.text.startswith(("RuntimeError: ", "AttributeError: "))
 
 
+@pytest.mark.parametrize(
+    ("lacking", "verdict"),
+    [("einops", Seen.NOT_TRIED), ("vllm", Seen.BROKEN), ("vllm.lora.moved", Seen.BROKEN)],
+)
+def test_a_probe_is_not_tried_without_what_vllm_imports_and_broken_without_a_module_of_vllm(
+    lacking: str, verdict: Seen
+) -> None:
+    def module(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named '{lacking}'", name=lacking)
+
+    layers: Any = SimpleNamespace(module=module)
+    seen = observe("adapter-patterns-ignored", replace(broken_package(), layers=layers), "cpu")
+    assert (seen.seen, seen.text) == (verdict, f"No module named '{lacking}'")
+
+
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_a_probe_that_needs_a_gpu_is_not_tried_without_one(name: str) -> None:
     assert observe(name, broken_package(), "cpu").text == "needs a GPU"

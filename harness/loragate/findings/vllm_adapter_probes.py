@@ -100,11 +100,14 @@ def padded_experts_get_rows_of_others(layers: VllmLayers, device: str) -> Observ
 
 def pinned_adapter_leaves_no_slot(layers: VllmLayers, device: str) -> Observation:
     pinned, wanted = 3, (1, 2)
-    worker = _worker(layers, slots=2)
-    worker.add_adapter(_request(layers, pinned))
-    worker.pin_adapter(pinned)
-    worker._apply_adapters([_request(layers, number) for number in wanted])
-    resident = [number for number in worker._adapter_manager.lora_index_to_id if number]
+    manager, adapter = _manager(layers, slots=2), layers.module("lora.lora_model").LoRAModel
+    for number in (pinned, *wanted):
+        # what a worker does with each adapter of a step that it does not have
+        manager.add_adapter(adapter(number, _RANK, {}))
+        manager.activate_adapter(number)
+        if number == pinned:
+            manager.pin_adapter(number)
+    resident = [number for number in manager.lora_index_to_id if number]
     text = (
         f"two slots, adapter {pinned} is pinned: after a step of adapters 1 and 2 was set up, "
         f"the slots have {' and '.join(map(str, sorted(resident)))}"
@@ -166,9 +169,9 @@ def _request(layers: VllmLayers, number: int, *, name: str | None = None) -> Any
     )
 
 
-def _worker(layers: VllmLayers, *, slots: int) -> Any:
-    """What loads and evicts adapters for a step, of a model without layers."""
-    managers, workers = layers.module("lora.model_manager"), layers.module("lora.worker_manager")
+def _manager(layers: VllmLayers, *, slots: int) -> Any:
+    """What keeps adapters in the slots of a model, here of one without layers."""
+    managers = layers.module("lora.model_manager")
     manager = managers.LRUCacheLoRAModelManager.__new__(managers.LRUCacheLoRAModelManager)
     manager.lora_config = SimpleNamespace(max_loras=slots, max_cpu_loras=slots + 2)
     manager.modules, manager.lora_index_to_id = {}, [None] * slots
@@ -181,9 +184,4 @@ def _worker(layers: VllmLayers, *, slots: int) -> Any:
         managers.AdapterLRUCache(capacity, evict) for capacity, evict in caches
     )
     manager._create_merged_loras_inplace = lambda model: None
-    worker = workers.LRUCacheWorkerLoRAManager.__new__(workers.LRUCacheWorkerLoRAManager)
-    worker._adapter_manager = manager
-    worker._load_adapter = lambda request: layers.module("lora.lora_model").LoRAModel(
-        request.lora_int_id, _RANK, {}
-    )
-    return worker
+    return manager

@@ -36,6 +36,10 @@ def observe(name: str, package: Package, device: str) -> Observation:
         return _lacking_memory(probe, device) or _run(probe, package, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return Observation(Seen.NOT_TRIED, f"needs more memory: {error}")
+    except ModuleNotFoundError as error:
+        # a module that it lacks itself is a change of the package
+        is_own = (error.name or "").partition(".")[0] == "vllm"
+        return Observation(Seen.BROKEN if is_own else Seen.NOT_TRIED, f"{error}")
     except Exception as error:
         return Observation(Seen.BROKEN, f"{type(error).__name__}: {error}")
 
