@@ -46,7 +46,10 @@ class VllmEngine:
         self._case, self._events = order.case, EngineEvents()
         # before its graphs are captured
         self._events.listen()
-        self._llm: Any = LLM(**engine_arguments(_beside_its_model(order)))
+        # vLLM finds a graph that it has compiled by the path of the model among other things. Each
+        # trial has a folder of its own, and would compile what a trial before it did
+        os.chdir(order.model.parent)
+        self._llm: Any = LLM(**engine_arguments(_named_from(order.model.parent, order)))
         self._numbers: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
         self._plugin = plugin
@@ -122,16 +125,10 @@ class VllmEngine:
         )
 
 
-def _beside_its_model(order: EngineOrder) -> EngineOrder:
-    """The same order, with paths from the folder of the model, which this process enters.
-
-    vLLM finds a graph that it has compiled by the path of the model among other things. Each trial
-    has a folder of its own, and would compile for most of a minute what a trial before it did.
-    """
-    folder = order.model.parent
-    os.chdir(folder)
+def _named_from(folder: Path, order: EngineOrder) -> EngineOrder:
+    """The same order with the paths that its model and what drafts have from `folder`."""
     drafts = Path(os.path.relpath(order.drafts, folder)) if order.drafts else None
-    return replace(order, model=Path(order.model.name), drafts=drafts)
+    return replace(order, model=Path(os.path.relpath(order.model, folder)), drafts=drafts)
 
 
 def completion(output: Any, *, with_logprobs: bool) -> Completion:
