@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,33 +20,42 @@ import psutil
 def serve(run: Callable[[bytes], None]) -> None:
     """Fork for each line of the input, and `run` it there, where whatever it raises is a failure.
     Call it with everything imported, in a process that leads its group."""
+    prepare_for_forks()
+    _answer({"ready": True})
+    for line in sys.stdin.buffer:
+        _answer({"status": forked(partial(run, line))})
+
+
+def prepare_for_forks() -> None:
+    """Call it with everything imported, in a process that leads its group."""
     assert os.getpgid(0) == os.getpid(), "what forks leave behind is killed by the group"
     # what is loaded by now stays loaded, so the garbage collector need not visit it in each fork
     gc.collect()
     gc.freeze()
-    _answer({"ready": True})
-    for line in sys.stdin.buffer:
-        _answer({"status": _fork(line, run)})
+
+
+def forked(run: Callable[[], None], *, gives: Iterable[int] = ()) -> int:
+    """Call `run` in a fork, where whatever it raises is a failure. Returns the status of the fork,
+    negative for a signal, when it and all that it has started have ended. gives: files that only
+    the fork keeps open."""
+    process = os.fork()
+    if process == 0:
+        _run(run)
+    for handle in gives:
+        os.close(handle)
+    _, status = os.waitpid(process, 0)
+    _end_others()
+    return os.waitstatus_to_exitcode(status)
 
 
 def _answer(what: dict[str, object]) -> None:
     print(json.dumps(what), flush=True)
 
 
-def _fork(line: bytes, run: Callable[[bytes], None]) -> int:
-    """The status of the process: negative for a signal."""
-    process = os.fork()
-    if process == 0:
-        _run(line, run)
-    _, status = os.waitpid(process, 0)
-    _end_others()
-    return os.waitstatus_to_exitcode(status)
-
-
-def _run(line: bytes, run: Callable[[bytes], None]) -> None:
+def _run(run: Callable[[], None]) -> None:
     code = 1
     try:
-        run(line)
+        run()
         code = 0
     except BaseException as error:
         with suppress(Exception):

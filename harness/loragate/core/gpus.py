@@ -6,6 +6,7 @@ initialises CUDA or imports torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ _GIB = 1 << 30
 GPU_BUDGET_BYTES = 8 * _GIB
 # contexts and libraries lie outside of what torch accounts for
 _USABLE = 0.9
+_CUDA_SUCCESS = 0
 # torch, the interpreter's numpy copies and references of one case
 HOST_BUDGET_BYTES = 3 * _GIB // 2
 # cases leave a GPU idle most of the time, between small kernels; four workers were hardly slower
@@ -55,6 +57,16 @@ class ListedGpu:
     index: str
     uuid: str
     free_bytes: int
+
+
+def cuda_is_initialised() -> bool:
+    """Whether this process has initialised the CUDA driver, which its forks cannot use then."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    # of CUDA's calls the one that needs nothing but that
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)
 
 
 def mps_runs(environ: Mapping[str, str]) -> bool:

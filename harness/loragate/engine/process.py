@@ -6,10 +6,7 @@ wrote is kept, and its last lines are part of each error.
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,11 +17,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from loragate.core.child_process import ProcessPool, python_module
 from loragate.engine.order import Answer, Call, EngineOrder, Start
 from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.engine.server_process import keep, server_of
 
-_CHILD = "loragate.engine.serve"
 # how often a process that does not answer is asked whether it has ended
 _TICK_S = 0.2
 # for a process that has closed its channel, and ends unless something keeps it
@@ -61,10 +57,10 @@ class EngineProcess:
 
     def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
         self._left_s, self._log, self._is_over = deadline_s, log, False
-        self._pool = ProcessPool()
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
-            self._child = self._start(target, theirs.fileno(), output.fileno())
+            self._server = server_of(target.partition(":")[0], output.fileno())
+            self._server.fork(target, theirs.fileno(), output.fileno())
         self._connection = Connection(ours.detach())
         try:
             self._exchange(Start(order, self.methods))
@@ -113,6 +109,7 @@ class EngineProcess:
             return
         try:
             self._call("close")
+            self._leave()
         finally:
             self._stop()
 
@@ -122,18 +119,6 @@ class EngineProcess:
             file.seek(max(0, self._log.stat().st_size - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:])
-
-    def _start(self, target: str, channel: int, output: int) -> subprocess.Popen[bytes]:
-        # whatever this process imports the engine finds, too: a planted copy of a package as well
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return self._pool.start(
-            python_module(_CHILD, target, str(channel)),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(channel,),
-            env=environment,
-        )
 
     def _call(self, method: str, *arguments: object) -> object:
         return self._exchange(Call(method, arguments))
@@ -172,7 +157,7 @@ class EngineProcess:
         left_s = max(0.0, self._left_s)
         while not self._connection.poll(min(_TICK_S, left_s)):
             # its last words may have come meanwhile
-            if self._child.poll() is not None and not self._connection.poll():
+            if self._server.status(0.0) is not None and not self._connection.poll():
                 raise EOFError
             left_s -= _TICK_S
             if left_s <= 0:
@@ -180,9 +165,8 @@ class EngineProcess:
         return True
 
     def _end_of_child(self) -> str:
-        try:
-            code = self._child.wait(timeout=_TO_END_S)
-        except subprocess.TimeoutExpired:
+        code = self._server.status(_TO_END_S)
+        if code is None:
             return "its process closed its channel and did not end"
         return f"its process ended with {code}"
 
@@ -190,9 +174,16 @@ class EngineProcess:
         tail = self.log_tail()
         return f"{what}\nits log ends with:\n{tail}" if tail else what
 
+    def _leave(self) -> None:
+        """Keep the server of an engine that has ended by itself."""
+        if self._server.status(_TO_END_S) is not None:
+            self._is_over = True
+            self._connection.close()
+            keep(self._server)
+
     def _stop(self) -> None:
         if self._is_over:
             return
         self._is_over = True
-        self._pool.end(self._child)
+        self._server.end()
         self._connection.close()

@@ -1,4 +1,4 @@
-"""`python -m loragate.engine.serve TARGET CHANNEL`: the process of an engine.
+"""The process of an engine, which is forked from `engine/server.py`.
 
 It reads an order and then calls from a socket, and answers each of them before it reads the next.
 It inherits the environment, and with it the choice of Triton's interpreter. It ends when the engine
@@ -72,7 +72,3 @@ def _of_engine(trace: TracebackType | None) -> TracebackType | None:
     while own is not None and own.tb_frame.f_code.co_filename in (__file__, answers.__file__):
         own = own.tb_next
     return own or trace
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

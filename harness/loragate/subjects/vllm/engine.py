@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,21 @@ from loragate.engine.launch_counts import LaunchCounts
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Logprobs, Speculation
-from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+from loragate.subjects.vllm.engine_arguments import ENVIRONMENT, engine_arguments, environment
 from loragate.subjects.vllm.engine_counts import EngineEvents
 from lorakernels.integrations.vllm import register
 
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens"
+# an operator for two streams exists only where they are on when this is imported
+_READS_STREAMS = "vllm.lora.layers.base_linear"
+
+
+def preload() -> None:
+    """Import what takes longest, and reads no option that differs between engines."""
+    os.environ.update(ENVIRONMENT)
+    for name in ("vllm.entrypoints.llm", "torch._inductor.compile_fx"):
+        import_module(name)
 
 
 def stock(order: EngineOrder) -> VllmEngine:
@@ -35,8 +46,8 @@ class VllmEngine:
     loaded again keeps its number and replaces the one that vLLM has."""
 
     def __init__(self, order: EngineOrder, *, plugin: bool) -> None:
+        assert _READS_STREAMS not in sys.modules, "vLLM was imported before its options were set"
         os.environ.update(environment(order, plugin=plugin))
-        # read when it is imported
         from vllm import LLM
 
         if plugin:
@@ -144,8 +155,6 @@ def completion(output: Any, *, with_logprobs: bool) -> Completion:
 def _launches(worker: object) -> tuple[int, int]:
     """Of the plug-in, in a worker of vLLM: operators that launched their kernels, and captured
     them."""
-    from importlib import import_module
-
     counts = import_module("lorakernels.integrations.vllm.launches").launch_counts()
     launched, captured = (
         sum(getattr(count, name) for count in counts.values()) for name in ("launched", "captured")

@@ -40,6 +40,15 @@ ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
         "weights": frozenset(Weights),
     }
 )
+# variables of all engines, which must be set before anything of vLLM is imported
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        # the engine has a process of its own already, and is asked there which kernels ran
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+)
 NUM_DRAFTS = 3
 # the ranks that max_lora_rank may have
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -112,15 +121,12 @@ def engine_arguments(order: EngineOrder) -> dict[str, Any]:
 
 
 def environment(order: EngineOrder, *, plugin: bool) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported."""
+    """Variables that must be set before vLLM reads its options."""
     dual = order.case.streams is Streams.DUAL
     return {
+        **ENVIRONMENT,
         "VLLM_LORA_ENABLE_DUAL_STREAM": str(int(dual)),
         "LORAKERNELS_VLLM": str(int(plugin)),
-        # the engine has a process of its own already, and is asked there which kernels ran
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
 
 
