@@ -118,7 +118,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)
     for name in ("CUDAGraph", "Event", "synchronize", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
-    for name in environment(order_of(Path("qwen3_8b")), plugin=True):
+    for name in environment(order_of(Path("qwen3_8b")), plugin=True, process=1):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     # where vLLM is installed, another test may have imported it
     installed = {name: sys.modules.pop(name) for name in modules_of_vllm()}

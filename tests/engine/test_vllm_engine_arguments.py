@@ -130,10 +130,21 @@ def test_hybrid_models_are_run_with_mtp_alone_and_without_kept_prefixes(
 
 
 def test_switches_are_set_before_vllm_is_imported() -> None:
-    dual = environment(order_of(streams=Streams.DUAL), plugin=True)
+    dual = environment(order_of(streams=Streams.DUAL), plugin=True, process=1)
     assert dual["VLLM_LORA_ENABLE_DUAL_STREAM"] == dual["LORAKERNELS_VLLM"] == "1"
-    plain = environment(order_of(), plugin=False)
+    plain = environment(order_of(), plugin=False, process=1)
     assert plain["VLLM_LORA_ENABLE_DUAL_STREAM"] == plain["LORAKERNELS_VLLM"] == "0"
+
+
+def test_engines_that_start_at_a_time_take_ports_of_their_own_which_nobody_else_is_given() -> None:
+    order, processes = order_of(), range(40_000, 41_000)
+    ports = {
+        int(environment(order, plugin=True, process=number)["VLLM_PORT"]) for number in processes
+    }
+    assert len(ports) == len(processes)
+    # Linux gives away those from 32768 on; below 1024 one has to be root
+    assert min(ports) >= 1024
+    assert max(ports) + len(ports) < 32768
 
 
 def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
@@ -141,7 +152,7 @@ def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
 ) -> None:
     calls: list[str] = []
     order = order_of()
-    for name in environment(order, plugin=True):
+    for name in environment(order, plugin=True, process=1):
         monkeypatch.setenv(name, "")
     made = SimpleNamespace(LLM=lambda **_: calls.append("engine"))
     monkeypatch.setitem(sys.modules, "vllm", made)
@@ -165,7 +176,7 @@ def test_models_have_the_same_paths_in_each_trial_and_lie_there(
     # both go back to what they are when the test ends
     monkeypatch.chdir(tmp_path)
     order = order_of(speculation=Speculation.DRAFT_MODEL)
-    for name in environment(order, plugin=False):
+    for name in environment(order, plugin=False, process=1):
         monkeypatch.setenv(name, "")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=started))
     monkeypatch.setattr(engine.EngineEvents, "listen", lambda events: None)
@@ -209,7 +220,7 @@ def test_each_request_has_its_own_limit_and_tokens_that_end_it_and_no_other_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     order, served = order_of(), Asked()
-    for name in environment(order, plugin=False):
+    for name in environment(order, plugin=False, process=1):
         monkeypatch.setenv(name, "")
     fake = SimpleNamespace(LLM=lambda **_: served, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
@@ -243,7 +254,7 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     served = Served()
-    for name in environment(order_of(), plugin=False):
+    for name in environment(order_of(), plugin=False, process=1):
         monkeypatch.setenv(name, "")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **_: served))
     monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace())

@@ -37,6 +37,30 @@ def test_each_count_that_the_case_asks_for_must_be_above_0(count: str) -> None:
     assert count.replace("_", " ") in found.message
 
 
+@pytest.mark.parametrize(
+    ("weights", "speculation", "verdict"),
+    [
+        (Weights.RANDOM, Speculation.NGRAM, Verdict.PASS),
+        (Weights.LANGUAGE, Speculation.NGRAM, Verdict.FAIL),
+        (Weights.RANDOM, Speculation.DRAFT_MODEL, Verdict.FAIL),
+    ],
+)
+def test_right_drafts_of_n_grams_are_asked_for_of_random_texts_that_repeat_themselves(
+    weights: Weights, speculation: Speculation, verdict: Verdict
+) -> None:
+    case = replace(CASE, weights=weights, speculation=speculation)
+    without = replace(COUNTED, drafts_accepted=0)
+    # 5 is followed by 6 or by 7, whichever place a drafter takes
+    by_chance = ((5, 6, 5, 7), (5, 6, 1, 2))
+    found = _judged(case, without, [by_chance, by_chance])
+    assert found.verdict is verdict
+    assert ("drafts accepted" in found.metrics) is (verdict is Verdict.FAIL)
+    certain = ((5, 6, 5, 6), (5, 6, 1, 2))
+    assert _judged(case, without, [by_chance, certain]).verdict is Verdict.FAIL
+    # others may find none
+    assert _judged(case, replace(COUNTED, drafts_rejected=0), [by_chance]).verdict is Verdict.FAIL
+
+
 @pytest.mark.parametrize("count", ["others_launched", "others_captured"])
 def test_kernels_of_another_implementation_must_not_have_served_layers(count: str) -> None:
     assert _judged(CASE, replace(COUNTED, others_launched=0, others_captured=0)).verdict is (

@@ -43,7 +43,7 @@ class TimedEngine:
 
     def __init__(self, order: EngineOrder, serving: Serving) -> None:
         plugin = serving is Serving.LORAKERNELS
-        os.environ.update(environment(order, plugin=plugin))
+        os.environ.update(environment(order, plugin=plugin, process=os.getpid()))
         # read when it is imported
         from vllm import LLM
 

@@ -47,7 +47,7 @@ class VllmEngine:
 
     def __init__(self, order: EngineOrder, *, plugin: bool) -> None:
         assert _READS_STREAMS not in sys.modules, "vLLM was imported before its options were set"
-        os.environ.update(environment(order, plugin=plugin))
+        os.environ.update(environment(order, plugin=plugin, process=os.getpid()))
         from vllm import LLM
 
         if plugin:

@@ -47,8 +47,14 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # a package of quantised kernels, which no case has: each import of it would compile its
+        # tools anew in two processes, for a third of the time of a trial
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
 )
+# below those that Linux gives away by itself: vLLM takes the first one that is free from here on,
+# and listens on it much later
+_FIRST_PORT, _PORTS = 20_000, 10_000
 NUM_DRAFTS = 3
 # the ranks that max_lora_rank may have
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -120,11 +126,13 @@ def engine_arguments(order: EngineOrder) -> dict[str, Any]:
     return arguments | ({"speculative_config": speculative} if speculative else {})
 
 
-def environment(order: EngineOrder, *, plugin: bool) -> dict[str, str]:
-    """Variables that must be set before vLLM reads its options."""
+def environment(order: EngineOrder, *, plugin: bool, process: int) -> dict[str, str]:
+    """Variables that must be set before vLLM reads its options. `process`: the number of that of
+    the engine, beside which others start."""
     dual = order.case.streams is Streams.DUAL
     return {
         **ENVIRONMENT,
+        "VLLM_PORT": str(_FIRST_PORT + process % _PORTS),
         "VLLM_LORA_ENABLE_DUAL_STREAM": str(int(dual)),
         "LORAKERNELS_VLLM": str(int(plugin)),
     }
