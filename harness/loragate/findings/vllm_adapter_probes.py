@@ -100,7 +100,7 @@ def padded_experts_get_rows_of_others(layers: VllmLayers, device: str) -> Observ
 
 def pinned_adapter_leaves_no_slot(layers: VllmLayers, device: str) -> Observation:
     pinned, wanted = 3, (1, 2)
-    manager, adapter = _manager(layers, slots=2), layers.module("lora.lora_model").LoRAModel
+    manager, adapter = slot_manager(layers, slots=2), layers.module("lora.lora_model").LoRAModel
     for number in (pinned, *wanted):
         # what a worker does with each adapter of a step that it does not have
         manager.add_adapter(adapter(number, _RANK, {}))
@@ -169,7 +169,7 @@ def _request(layers: VllmLayers, number: int, *, name: str | None = None) -> Any
     )
 
 
-def _manager(layers: VllmLayers, *, slots: int) -> Any:
+def slot_manager(layers: VllmLayers, *, slots: int) -> Any:
     """What keeps adapters in the slots of a model, here of one without layers."""
     managers = layers.module("lora.model_manager")
     manager = managers.LRUCacheLoRAModelManager.__new__(managers.LRUCacheLoRAModelManager)

@@ -11,6 +11,7 @@ from loragate.findings.probing import Package, Probe
 from loragate.findings.vllm_adapter_probes import ADAPTER_PROBES
 from loragate.findings.vllm_dense_probes import DENSE_PROBES
 from loragate.findings.vllm_far_probes import FAR_PROBES
+from loragate.findings.vllm_head_probes import HEAD_PROBES
 from loragate.findings.vllm_layer_probes import LAYER_PROBES
 from loragate.findings.vllm_moe_gpu_probes import MOE_GPU_PROBES
 from loragate.findings.vllm_moe_probes import MOE_PROBES
@@ -20,6 +21,7 @@ PROBES = MappingProxyType(
         **DENSE_PROBES,
         **LAYER_PROBES,
         **ADAPTER_PROBES,
+        **HEAD_PROBES,
         **FAR_PROBES,
         **MOE_PROBES,
         **MOE_GPU_PROBES,
