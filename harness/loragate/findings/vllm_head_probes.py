@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loragate.findings.ledger import Observation
@@ -71,32 +72,15 @@ def prompt_scores_take_adapters_of_samples(layers: VllmLayers, device: str) -> O
 
 
 def embedded_tokens_take_adapters_of_prompt_embeds(layers: VllmLayers, device: str) -> Observation:
-    runner: Any = layers.module("v1.worker.gpu_model_runner").GPUModelRunner
+    kind: Any = layers.module("v1.worker.gpu_model_runner").GPUModelRunner
     host = _Host.of(layers, device)
     embedding = host.embedding()
     # two rows of embeddings that a client gave and that have adapter 1, then three tokens without
     adapters, is_token = (1, 1, 0, 0, 0), np.array([False] * 2 + [True] * 3)
     host.prepare(adapters, (1, 0))
-    rows = len(adapters)
-    state = SimpleNamespace(
-        model_config=SimpleNamespace(is_encoder_decoder=False),
-        speculative_config=None,
-        supports_mm_inputs=False,
-        enable_prompt_embeds=True,
-        is_token_ids=SimpleNamespace(np=is_token, gpu=torch.from_numpy(is_token).to(device)),
-        input_ids=SimpleNamespace(gpu=torch.arange(rows, device=device)),
-        inputs_embeds=SimpleNamespace(
-            gpu=torch.zeros(rows, _SIZE, dtype=torch.float16, device=device)
-        ),
-        model=SimpleNamespace(embed_input_ids=lambda input_ids: embedding(input_ids)),
-        device=device,
-        uses_mrope=False,
-        uses_xdrope_dim=0,
-        positions=torch.arange(rows, device=device),
-        _init_model_kwargs=dict,
-    )
-    step = SimpleNamespace(total_num_scheduled_tokens=rows)
-    embedded = runner._preprocess(state, step, rows)[1]
+    runner = _runner_with_prompt_embeds(embedding, is_token, device)
+    step = SimpleNamespace(total_num_scheduled_tokens=len(adapters))
+    embedded = kind._preprocess(runner, step, len(adapters))[1]
     found = _of_rows(embedded)[int(np.argmax(is_token)) :]
     text = (
         f"three tokens of the base model, behind two rows of prompt embeddings with adapter 1, get "
@@ -113,7 +97,7 @@ def failed_reload_is_served(layers: VllmLayers, device: str) -> Observation:
     worker.add_adapter(loaded)
     try:
         worker.add_adapter(SimpleNamespace(lora_int_id=1, load_inplace=True))
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         pass
     else:
         return seen(False, "an adapter with factors that are too large is accepted")
@@ -240,6 +224,27 @@ def _of_rows(x: Tensor) -> list[float]:
 
 def _listed(found: dict[str, list[float]]) -> str:
     return ", ".join(f"{values} of {name}" for name, values in found.items())
+
+
+def _runner_with_prompt_embeds(embedding: Any, is_token: NDArray[np.bool_], device: str) -> Any:
+    """What a model runner reads to embed the tokens of a step; its other rows are zero."""
+    rows = len(is_token)
+    given = torch.zeros(rows, _SIZE, dtype=torch.float16, device=device)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        speculative_config=None,
+        supports_mm_inputs=False,
+        enable_prompt_embeds=True,
+        is_token_ids=SimpleNamespace(np=is_token, gpu=torch.from_numpy(is_token).to(device)),
+        input_ids=SimpleNamespace(gpu=torch.arange(rows, device=device)),
+        inputs_embeds=SimpleNamespace(gpu=given),
+        model=SimpleNamespace(embed_input_ids=lambda input_ids: embedding(input_ids)),
+        device=device,
+        uses_mrope=False,
+        uses_xdrope_dim=0,
+        positions=torch.arange(rows, device=device),
+        _init_model_kwargs=dict,
+    )
 
 
 def _prompt_scores(
