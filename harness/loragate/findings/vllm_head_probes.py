@@ -56,8 +56,7 @@ def embedding_of_transformers_takes_one_adapter(layers: VllmLayers, device: str)
 def prompt_scores_take_adapters_of_samples(layers: VllmLayers, device: str) -> Observation:
     host = _Host.of(layers, device)
     logits, lengths, numbers = host.logits(), (3, 3), (2, 1)
-    adapters = [n for n, length in zip(numbers, lengths, strict=True) for _ in range(length)]
-    host.prepare(adapters, numbers)
+    host.prepare(np.repeat(numbers, lengths).tolist(), numbers)
     scores = _prompt_scores(layers, logits, lengths, device)
     # the last row of a prompt is that of the sample
     right = {
@@ -65,9 +64,7 @@ def prompt_scores_take_adapters_of_samples(layers: VllmLayers, device: str) -> O
         for n, length in zip(numbers, lengths, strict=True)
     }
     found = {f"adapter {n}": scores[row] for row, n in enumerate(numbers)}
-    text = (
-        f"logits of the tokens of two prompts are {_listed(found)}; {_listed(right)} would be right"
-    )
+    text = f"logits of the tokens of two prompts are {_listed(found)}; right are {_listed(right)}"
     return seen(found != right, text)
 
 
@@ -254,10 +251,10 @@ def _prompt_scores(
     worker = layers.module("v1.worker.gpu.sample.prompt_logprob").PromptLogprobsWorker(
         len(lengths), "raw_logits"
     )
-    names = [f"request {row}" for row in range(len(lengths))]
+    rows, total = np.arange(len(lengths)), sum(lengths)
+    names = [f"request {row}" for row in rows]
     for row, name in enumerate(names):
         worker.add_request(name, row, SimpleNamespace(prompt_logprobs=0))
-    rows, total = np.arange(len(lengths)), sum(lengths)
     starts, zeros = np.cumsum([0, *lengths], dtype=np.int32), np.zeros(len(lengths), dtype=np.int32)
     batch = SimpleNamespace(
         req_ids=names,
@@ -274,10 +271,9 @@ def _prompt_scores(
     hidden[:, 0] = 1
     tokens = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int32, device=device)
     computed = torch.from_numpy(zeros).to(device)
-    scores = worker.compute_prompt_logprobs(
-        logits, hidden, batch, tokens, computed, np.array(lengths)
-    )
-    return [_of_rows(scores[name].logprobs) for name in names]
+    step = (logits, hidden, batch, tokens, computed, np.array(lengths))
+    found = worker.compute_prompt_logprobs(*step)
+    return [_of_rows(found[name].logprobs) for name in names]
 
 
 def _worker(layers: VllmLayers, manager: Any, adapters: dict[bool, Any]) -> Any:
@@ -292,9 +288,8 @@ def _worker(layers: VllmLayers, manager: Any, adapters: dict[bool, Any]) -> Any:
 def _adapter(layers: VllmLayers, number: int) -> Any:
     """Adapter 1, with the factors of a number."""
     weights = layers.module("lora.lora_weights").LoRALayerWeights
-    factors = {
-        name: weights(name, _RANK, _RANK, *_factors(number, _SIZE, _SIZE)) for name in _LAYERS
-    }
+    own = _factors(number, _SIZE, _SIZE)
+    factors = {name: weights(name, _RANK, _RANK, *own) for name in _LAYERS}
     return layers.module("lora.lora_model").LoRAModel(1, _RANK, factors)
 
 
