@@ -118,7 +118,7 @@ def pinned_adapter_leaves_no_slot(layers: VllmLayers, device: str) -> Observatio
 def adapters_of_one_name_are_one(layers: VllmLayers, device: str) -> Observation:
     state: Any = layers.module("v1.worker.gpu.lora_utils").LoraState(2)
     for row, number in enumerate((1, 2)):
-        state.add_request(f"request {number}", row, _request(layers, number, name="x"))
+        state.add_request(f"request {number}", row, adapter_request(layers, number, name="x"))
     names = [*state.lora_requests]
     mapped, _, active = state.make_lora_inputs(names, np.arange(2), np.ones(2, dtype=np.int64))
     loaded = {request.lora_int_id for request in active}
@@ -163,7 +163,7 @@ def _scale(layer: Any) -> float:
     return float(layer.optimize().lora_b[0, 0])
 
 
-def _request(layers: VllmLayers, number: int, *, name: str | None = None) -> Any:
+def adapter_request(layers: VllmLayers, number: int, *, name: str | None = None) -> Any:
     return layers.module("lora.request").LoRARequest(
         name or f"adapter {number}", number, "/nowhere"
     )

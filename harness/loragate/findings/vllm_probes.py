@@ -15,6 +15,7 @@ from loragate.findings.vllm_head_probes import HEAD_PROBES
 from loragate.findings.vllm_layer_probes import LAYER_PROBES
 from loragate.findings.vllm_moe_gpu_probes import MOE_GPU_PROBES
 from loragate.findings.vllm_moe_probes import MOE_PROBES
+from loragate.findings.vllm_scheduling_probes import SCHEDULING_PROBES
 from loragate.findings.vllm_tower_probes import TOWER_PROBES
 
 PROBES = MappingProxyType(
@@ -24,6 +25,7 @@ PROBES = MappingProxyType(
         **ADAPTER_PROBES,
         **HEAD_PROBES,
         **TOWER_PROBES,
+        **SCHEDULING_PROBES,
         **FAR_PROBES,
         **MOE_PROBES,
         **MOE_GPU_PROBES,
