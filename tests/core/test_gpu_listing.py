@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from loragate.core.gpus import (
     WITHOUT_MPS,
     DriverError,
     ListedGpu,
+    cuda_is_initialised,
     driver_version,
     list_gpus,
     mps_runs,
@@ -135,3 +137,13 @@ def test_processes_share_gpus_where_the_daemon_has_its_pipe(tmp_path: Path) -> N
     (tmp_path / "control").touch()
     assert mps_runs(here)
     assert not mps_runs(here | WITHOUT_MPS)
+
+
+@pytest.mark.parametrize(("result", "is_initialised"), [(0, True), (3, False)])
+def test_a_driver_that_answers_has_been_initialised(
+    monkeypatch: pytest.MonkeyPatch, result: int, is_initialised: bool
+) -> None:
+    # 3 is CUDA_ERROR_NOT_INITIALIZED
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: result)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert cuda_is_initialised() is is_initialised
