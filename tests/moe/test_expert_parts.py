@@ -21,13 +21,16 @@ from lorakernels.layers.partition import Shard
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTER, RANK = 3, 4, 6, 2
+WHOLE = MoERank()
 ENDS = {"gate_proj": (HIDDEN, INTER), "up_proj": (HIDDEN, INTER), "down_proj": (INTER, HIDDEN)}
 UP, GATE_UP, DOWN = "experts.up_proj", "experts.gate_up_proj", "experts.down_proj"
 
 
-def make(*, experts: int = EXPERTS, shared: bool = False) -> FusedMoELoRA:
+def make(*, experts: int = EXPERTS, shared: bool = False, place: MoERank = WHOLE) -> FusedMoELoRA:
     w13, w2 = torch.ones(experts, 2 * INTER, HIDDEN), torch.ones(experts, HIDDEN, INTER)
-    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=RANK, shared_outer=shared)
+    return FusedMoELoRA(
+        w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=RANK, shared_outer=shared, place=place
+    )
 
 
 def stack(a: tuple[int, ...], b: tuple[int, ...], scale: float = 1.0) -> ExpertFactors:
@@ -87,6 +90,15 @@ def test_each_mistake_in_the_parts_of_an_adapter_is_refused_before_it_is_loaded(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         make().stage(parts)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("expert", range(EXPERTS))
+def test_each_rank_refuses_factors_that_lack_an_expert_of_any_rank(rank: int, expert: int) -> None:
+    # a rank that loaded them would serve another adapter than those that refuse them
+    layer = make(place=MoERank(ep_size=3, ep_rank=rank))
+    with pytest.raises(ValueError, match=rf"missing 1: experts\.{expert}\.up_proj"):
+        layer.load_adapter(0, without(expert))
 
 
 def test_a_name_covers_its_own_experts_and_slices_and_no_others() -> None:

@@ -21,6 +21,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense import sharded  # noqa: E402
+from lorakernels.layers import moe  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.moe_partition import MoERank, cut_expert_ranks  # noqa: E402
@@ -380,6 +381,26 @@ def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.Monkey
     for form in (MoEForm.BESIDE, MoEForm.DUAL):
         with pytest.raises(ValueError, match=rf"must be SINGLE \(got {form.name}\)"):
             step_of(group.ranks[0], x, *routes(10), ROWS, form=form)()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "form"), [(LoRASharding.RANK, MoEForm.SINGLE), (LoRASharding.BASE, None)]
+)
+def test_shared_experts_of_a_layer_sharded_by_rank_have_no_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, sharding: LoRASharding, form: MoEForm | None
+) -> None:
+    forms = []
+
+    def noted(routed: object, shared: object, x: Tensor, given: object, **_: object) -> Tensor:
+        forms.append(given)
+        return x
+
+    monkeypatch.setattr(moe, "add_shared", noted)
+    layer = Group.of(2).ranks[0] if sharding is LoRASharding.RANK else Group.of(1).whole
+    x = randn(10, HIDDEN, seed=3)
+    step_of(layer, x, *routes(10), ROWS, shared=lambda own: own)()
+    # None leaves it to the plan, which may give them one
+    assert forms == [form]
 
 
 def test_the_operator_itself_runs_adapters_that_are_sharded_on_one_stream(

@@ -379,6 +379,19 @@ def test_a_layer_is_adopted_when_it_gets_our_wrapper_and_not_otherwise(
     assert ours.lora_a_stacked[0].stride(0) == 2 * stacks[0].stride(0)
 
 
+def test_a_layer_that_is_refused_keeps_the_wrapper_of_vllm(
+    package: Package, plain: Any, kit: Any
+) -> None:
+    register()
+    refused = kit.linear("LinearOfAnotherReleaseWithLoRA")
+    refused.set_mapping = package.layer.set_mapping.__get__(refused)
+    stacks = refused.lora_a_stacked
+    refused.set_mapping(plain.wrapper)
+    assert type(refused.punica_wrapper) is type(plain.wrapper.stock)
+    assert type(refused.punica_wrapper) is not type(plain.wrapper)
+    assert refused.lora_a_stacked is stacks
+
+
 def test_a_dummy_run_declares_its_adapters(package: Package) -> None:
     register()
     flag = torch.tensor([False])
